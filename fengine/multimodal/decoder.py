@@ -1,7 +1,6 @@
 """`Decoder`: encoded images to RGB, in a process that a hostile file may take down without the engine."""
 
 import json
-import queue
 import subprocess
 import sys
 import threading
@@ -26,18 +25,24 @@ class Decoder:
     def decode(self, data: bytes) -> np.ndarray:
         """uint8 [height, width, 3]. Errors: InvalidRequestError with the reason."""
         with self._lock:
-            process = self._running()
-            answer: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
-            threading.Thread(target=_ask, args=(process, data, answer), daemon=True).start()
+            process, late = self._running(), threading.Event()
+
+            def end() -> None:
+                late.set()
+                process.kill()  # which ends the exchange
+
+            timer = threading.Timer(self.patience, end)
+            timer.start()
             try:
-                found = answer.get(timeout=self.patience)
-            except queue.Empty:
-                found = InvalidRequestError(f"decoding takes longer than {self.patience:.0f} s")
-            if isinstance(found, Exception):
-                if not isinstance(found, _Refused):
-                    self._stop()
-                raise InvalidRequestError(str(found)) from None
-            return found
+                return _exchange(process, data)
+            except (OSError, ValueError) as error:
+                if isinstance(error, InvalidRequestError):  # the process lives on
+                    raise
+                told = f"decoding takes longer than {self.patience:.0f} s" if late.is_set() else str(error)
+                self._stop()
+                raise InvalidRequestError(told) from None
+            finally:
+                timer.cancel()
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
@@ -62,30 +67,18 @@ class Decoder:
                     pipe.close()
 
 
-class _Refused(Exception):
-    """The process lives on."""
-
-
-def _ask(
-    process: "subprocess.Popen[bytes]", data: bytes, answer: "queue.SimpleQueue[np.ndarray | Exception]"
-) -> None:  # fmt: skip
-    """One image's way through the process, whose end is an answer, too."""
-    try:
-        answer.put(_exchange(process, data))
-    except (OSError, ValueError) as error:
-        answer.put(error)
-
-
-def _exchange(process: "subprocess.Popen[bytes]", data: bytes) -> np.ndarray | Exception:
+def _exchange(process: "subprocess.Popen[bytes]", data: bytes) -> np.ndarray:
+    """One image's way through the process. Errors: InvalidRequestError if it is refused; OSError, ValueError where the
+    process ends."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(len(data).to_bytes(8, "little") + data)
     process.stdin.flush()
     line = process.stdout.readline()
     if not line:
-        return OSError("the process that decodes it ended: the file is damaged, or takes too much memory")
+        raise OSError("the process that decodes it ended: the file is damaged, or takes too much memory")
     told = json.loads(line)
     if "error" in told:
-        return _Refused(told["error"])
+        raise InvalidRequestError(told["error"])
     width, height = told["size"]
     pixels = process.stdout.read(width * height * 3)
     return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)

@@ -3,9 +3,8 @@
 import asyncio
 import json
 import os
-from collections import Counter
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -16,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from fengine.api.engine import Engine
+from fengine.core.json_text import parse_json
 from fengine.server import messages
 from fengine.server.answers import events
 from fengine.server.config import ServerConfig
@@ -199,23 +199,9 @@ async def read_json(request: Request, limits: ServerConfig, may_be_empty: bool =
 def parse(raw: bytes | bytearray) -> dict[str, Any]:
     """Pure. Errors: ApiError."""
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply.", code="invalid_json") from None
+        value = parse_json(raw.decode())
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error!s:.200}.", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {type(value).__name__}.", code="invalid_json")
     return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are all different: which of two values is meant would be a guess."""
-    if len(found := dict(pairs)) < len(pairs):
-        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {key!r:.80} is there twice")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
+from fengine.core.json_text import refuse_constant
 from fengine.errors import UnsupportedFeatureError
 
 PYTHON_TAG = "<|python_tag|>"  # which Llama may write in front of calls
@@ -58,11 +59,7 @@ class Format:
     read: Callable[[str], list[ToolCall]] | None = None
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-_STRICT = json.JSONDecoder(parse_constant=_refuse_constant)
+_STRICT = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def decode(text: str, whole: bool = True) -> tuple[Any, str]:

@@ -10,9 +10,9 @@ what the matcher reads in another way than a validator does is rewritten or refu
 """
 
 import json
-from collections import Counter
 from typing import Any, NamedTuple
 
+from fengine.core.json_text import parse_json
 from fengine.errors import GrammarError
 from fengine.structured_output import bounds, keywords, references, rewrites
 from fengine.structured_output.keywords import Node, objects
@@ -73,18 +73,8 @@ def read(text: str) -> Any:
 
 def strict_json(text: str, what: str) -> Any:
     """JSON without NaN, doubled keys, or more than MAX_DEPTH levels. Errors: GrammarError. Pure."""
-
-    def constant(name: str) -> Any:
-        raise GrammarError(f"{what} holds {name}, which is not JSON")
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(items)) < len(items):
-            ((key, _),) = Counter(key for key, _ in items).most_common(1)
-            raise GrammarError(f"{what} has the key {key!r:.80} twice")
-        return found
-
     try:
-        value = json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
+        value = parse_json(text)
         if _depth(value) > MAX_DEPTH:
             raise RecursionError
         json.dumps(value, ensure_ascii=False).encode()
@@ -92,8 +82,6 @@ def strict_json(text: str, what: str) -> Any:
         raise GrammarError(f"{what} is nested deeper than {MAX_DEPTH} levels") from None
     except UnicodeEncodeError:
         raise GrammarError(f"{what} holds {SURROGATE}") from None
-    except GrammarError:
-        raise
     except ValueError as error:
         raise GrammarError(f"{what} is not JSON: {error!s:.200}") from None
     return value

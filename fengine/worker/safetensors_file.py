@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fengine.core.json_text import parse_json
 from fengine.errors import CorruptCheckpointError, ModelLoadError, UnsupportedFormatError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,25 +56,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
     """Strict JSON: UTF-8 without BOM, one object, no duplicate keys, no NaN. Errors: CorruptCheckpointError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise CorruptCheckpointError(f"{what}: duplicate key {next(k for k in keys if keys.count(k) > 1)!r}.")
-        return value
-
-    def refuse(constant: str) -> None:
-        raise CorruptCheckpointError(f"{what}: {constant} is not a JSON number.")
-
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        value = parse_json(data.decode())
     except UnicodeDecodeError as error:
         raise CorruptCheckpointError(f"{what}: byte {error.start} is not UTF-8.") from None
     except json.JSONDecodeError as error:
         raise CorruptCheckpointError(f"{what}:{error.lineno}:{error.colno}: not valid JSON, {error.msg}.") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits
-        raise CorruptCheckpointError(f"{what}: not usable JSON ({type(error).__name__}).") from None
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{what}: not usable JSON, {error}.") from None
     if not isinstance(value, dict):
         raise CorruptCheckpointError(f"{what}: expected a JSON object, got {type(value).__name__}.")
     return value

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fengine.core.json_text import parse_json
 from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval.tasks import scoring, statistics
 from fengine.eval.tasks.scoring import (
@@ -20,7 +21,6 @@ from fengine.eval.tasks.scoring import (
     json_scores,
     loglikelihood,
     normal,
-    parse_json,
     perplexity_scores,
     prefix_match,
 )

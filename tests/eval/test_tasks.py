@@ -16,6 +16,7 @@ pytest.importorskip("hydra")
 from fengine.errors import ConfigError, InputFileError, UnsupportedFeatureError
 from fengine.eval.cli.compose import parse
 from fengine.eval.runs.config import EVAL
+from fengine.eval.runs.index import index_rows
 from fengine.eval.tasks import sources as rows_file
 from fengine.eval.tasks.kinds import open_task
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Task
@@ -86,19 +87,17 @@ def test_line_ends_bom_and_blank_lines(tmp_path: Path, end: bytes, bom: bytes, l
     assert list(task_of(tmp_path, data).rows()) == [Row("line-1", {"prompt": text}), Row("line-4", {"prompt": "b"})]
 
 
-def test_ids_never_meet(tmp_path: Path) -> None:
-    """Neither with one another nor with those that lines without an id get."""
-    rows = task_of(tmp_path, b'{"id": "line-2"}\nbad\n{"x": 1}\n{"id": 7}\n').rows()
-    assert [row.id for row in rows] == ["line-2", "line-2'", "line-3", "7"]
+def test_ids_that_occur_twice_refuse_the_input(tmp_path: Path) -> None:
+    """Also those that lines without an id get."""
     lines = b'{"id": "line-2"}\n\nbad\n{"id": "line-3"}\n{"id": 7}\n{"id": "7"}\n{"x": 1}\n{"id": "line-7"}\n'
     with pytest.raises(InputFileError) as caught:
-        list(task_of(tmp_path, lines).rows())
+        index_rows(task_of(tmp_path, lines))
     told = str(caught.value).splitlines()
-    assert told[0] == "task.data=rows.jsonl has ids that occur twice; every row needs its own:"
-    assert told[1:] == ["  id 'line-3': lines 3 and 4", "  id '7': lines 5 and 6", "  id 'line-7': lines 7 and 8"]
-    with pytest.raises(InputFileError, match="(?s)lines 1 and 11.*and 991 more"):
-        list(task_of(tmp_path, b'{"id": 1}\n' * 5000).rows())
-    assert len(list(task_of(tmp_path, lines, limit=2).rows())) == 2, "only of the rows that are asked for"
+    assert told[0] == "task mine has ids that occur twice; every row needs its own:"
+    assert told[1:] == ["  'line-3': rows 2 and 3", "  '7': rows 4 and 5", "  'line-7': rows 6 and 7"]
+    with pytest.raises(InputFileError, match="(?s)rows 1 and 2.*and 4,989 more"):
+        index_rows(task_of(tmp_path, b'{"id": 1}\n' * 5000))
+    assert index_rows(task_of(tmp_path, lines, limit=2)).rows == 2, "only of the rows that are asked for"
 
 
 def test_a_named_id_column_must_be_there(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
+from fengine.core.json_text import refuse_constant
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder, encoded
 from fengine.eval.runs.index import RowTable
 from fengine.eval.runs.journal import read_at
@@ -75,11 +76,7 @@ def bits_of(record: Record) -> bytes:
 # -- reading what anybody may have written -----------------------------------------------------------------------------
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-_JSON = json.JSONDecoder(parse_constant=_refuse)
+_JSON = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def record_of(line: bytes) -> Record | None:

@@ -4,7 +4,6 @@ acc, acc_norm, word and byte perplexity and bits per byte are defined as in Eleu
 that figures compare.
 """
 
-import json
 import math
 import re
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import regex
 
+from fengine.core.json_text import parse_json
 from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval.tasks.task import Answer
 
@@ -134,44 +134,6 @@ class Extractor:
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"number {text:.20} is too large")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for key, item in pairs:
-        if key in value:
-            raise ValueError(f"key {key!r:.80} occurs twice")
-        value[key] = item
-    return value
-
-
-# What JSON's standard says and Python's default does not: no NaN, no infinity, no key twice.
-STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
-
-Leaf = str | int | float | bool | None
-
-
-def parse_json(text: str) -> Any:
-    """The value of a text that is one JSON value (RFC 8259), white space around it aside. Pure.
-
-    Errors: ValueError for anything else, also NaN and Infinity, numbers out of range, a key that occurs twice, and
-    nesting too deep to be read.
-    """
-    try:
-        return STRICT_JSON.decode(text.strip(" \t\r\n"))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def json_scores(text: str, reference: Any) -> dict[str, float | bool | str]:

@@ -1,11 +1,9 @@
 """Rows from files, streamed: one line is in memory at a time. No torch.
 
 JSONL with the user's own columns, or OpenAI's batch format. Every line becomes exactly one `Row` or `BadRow`, whatever
-it holds; what is wrong with the file as a whole raises, and an id that occurs twice is such a thing. Beside the line
-there is kept a digest of every id, some 100 bytes a row.
+it holds; what is wrong with the file as a whole raises. That no id occurs twice is for `index_rows` to see.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -13,9 +11,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from fengine.core.json_text import parse_json
 from fengine.errors import InputFileError
 from fengine.eval.tasks import columns, drawn
-from fengine.eval.tasks.scoring import parse_json
 from fengine.eval.tasks.task import BadRow, Row
 from fengine.eval.tasks.task_config import Format, TaskConfig
 from fengine.server.errors import ApiError
@@ -47,8 +45,7 @@ def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     """The rows of a task in the order of the data, at most `config.limit`. `base` is what a relative path is under.
 
     Errors, before the first row: InputFileError (no file, unreadable, empty, another format), UnsupportedFeatureError
-    (parquet or a Hugging Face dataset without the library); while reading: InputFileError if the file has changed;
-    behind the last row: InputFileError that names ids that occur twice.
+    (parquet or a Hugging Face dataset without the library); while reading: InputFileError if the file has changed.
     """
     if config.prompts is not None:
         return _rows(map(_inline, range(len(config.prompts)), config.prompts), "row", config)
@@ -181,36 +178,22 @@ def _parsed(lines: Iterable[Line], name: str, text: bool) -> Iterator[Parsed]:
 
 
 def _rows(parsed: Iterable[Parsed], word: str, config: TaskConfig) -> Iterator[Row | BadRow]:
-    """Gives every row an id, and ends at `config.limit`. `word` is what the source calls a row.
-
-    Errors, once all have been read: InputFileError that names the lines of ids that occur twice. So whoever reads a
-    task to its end before it computes, as runs do, has computed nothing.
-    """
+    """Gives every row an id, and ends at `config.limit`. `word` is what the source calls a row."""
     parsed = islice(parsed, config.limit)  # the rest of the file is not read
     if config.format is Format.prompts:
         for count, (number, columns) in enumerate(parsed):
             yield BadRow(str(count), number, columns) if isinstance(columns, str) else Row(str(count), columns)
         return
     given = "custom_id" if config.format in (Format.openai, Format.batch) and config.id is None else config.id
-    column, seen, twice = given or "id", dict[bytes, int](), list[str]()
+    column = given or "id"
     for number, columns in parsed:
         own = f"{word}-{number}"
         if isinstance(columns, str):
-            yield BadRow(_free_id(own, number, seen), number, columns)
+            yield BadRow(own, number, columns)
             continue
         row_id = columns.get(column, own if given is None else None)
-        if problem := _wrong_id(column, row_id):
-            yield BadRow(_free_id(own, number, seen), number, f"{word} {number}: {problem}")
-        elif (first := seen.setdefault(_digest(str(row_id)), number)) == number:
-            yield Row(str(row_id), columns)
-        else:
-            twice.append(f"\n  {column} {str(row_id)!r:.80}: {word}s {first:,} and {number:,}")
-            if len(twice) > 1000:
-                break
-    if twice:
-        more = f"\n  and {len(twice) - 10:,} more" if len(twice) > 10 else ""
-        problem = f"has ids that occur twice; every row needs its own:{''.join(twice[:10])}{more}"
-        raise InputFileError(f"task.data={config.data} {problem}")
+        problem = _wrong_id(column, row_id)
+        yield Row(str(row_id), columns) if problem is None else BadRow(own, number, f"{word} {number}: {problem}")
 
 
 def _wrong_id(column: str, found: Any) -> str | None:
@@ -224,18 +207,6 @@ def _wrong_id(column: str, found: Any) -> str | None:
     if not str(found).isascii() and any("\ud800" <= c <= "\udfff" for c in str(found)):
         return f"{column!r} holds half a surrogate pair, which is no character"
     return None
-
-
-def _free_id(name: str, number: int, seen: dict[bytes, int]) -> str:
-    """An id like `name` that no row has had, for a line that has none of its own. Modifies: `seen`."""
-    while _digest(name) in seen:
-        name += "'"
-    seen[_digest(name)] = number
-    return name
-
-
-def _digest(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
 
 # -- OpenAI's batch format: one request a line, {custom_id, method, url, body} -----------------------------------------

@@ -1,0 +1,38 @@
+"""JSON as its standard has it (RFC 8259); Python's reader also takes NaN, infinities, and a key twice. No torch."""
+
+import json
+import math
+from typing import Any, NoReturn
+
+
+def refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"number {text:.20} is too large")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Which of two values of a key is meant would be a guess."""
+    if len(found := dict(pairs)) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r:.80} occurs twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=refuse_constant, parse_float=_finite)
+
+
+def parse_json(text: str) -> Any:
+    """The value of a text that is one JSON value, white space around it aside. Pure.
+
+    Errors: JSONDecodeError, with the place; ValueError for NaN, infinities, numbers out of range, a key that occurs
+    twice, and nesting too deep to be read.
+    """
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
