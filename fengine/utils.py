@@ -80,7 +80,6 @@ async def async_stream_and_merge(llm: Any, prompt: str, sampling_params: dict[st
 
 
 def print_highlight(html_content: str) -> None:
-    """Prints a text as it is."""
     print(html_content)
 
 

@@ -196,7 +196,6 @@ class Engine:
         return OutputCollector(self._context, *self._requests(req), stream=req.stream, loop=loop, **how)
 
     def _requests(self, req: GenerateReqInput) -> tuple[list[Request], dict[str, Turn], bool]:
-        """As `process_input`."""
         self._refuse_own_thread()
         if not self._parts.spec.generates:
             raise InvalidRequestError("this is an embedding model or classifier, which generates no text; use encode.")

@@ -81,7 +81,6 @@ def is_batch_of_ids(ids: Any) -> bool:
 
 
 def given_rids(rid: Any, count: int, single: bool) -> list[str]:
-    """One for each prompt."""
     if isinstance(rid, str):
         return [rid] if single else [f"{rid}_{i}" for i in range(count)]
     rids = per_prompt("rid", rid, count) if isinstance(rid, list) else []

@@ -42,7 +42,6 @@ class RequestLog:
                 self._log("received", {"rid": request.rid, "prompt_tokens": request.prompt_len}, request, 0)
 
     def finished(self, request: Request, finish: FinishReason) -> None:
-        """A request has ended."""
         if self._args.log_requests:
             facts = {"rid": request.rid, "completion_tokens": request.num_output, "finish_reason": finish}
             self._log("finished", facts, request, request.prompt_len)

@@ -178,7 +178,6 @@ def _scoring(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scor
 
 
 def _calls(engine: Any, scoring: Scoring) -> list[Any]:
-    """The requests of each call."""
     return [
         engine._requests(req) if isinstance(req, GenerateReqInput) else encode_requests(engine, req, head=i == 0)
         for i, req in enumerate(scoring.inputs())

@@ -80,7 +80,6 @@ def init_weights_update_group(
 
 
 def destroy_weights_update_group(engine: HasContext, group_name: str) -> UpdateResult:
-    """Leaves a group."""
     engine._parts.core.call("ping")
     try:
         engine._parts.updates.groups.leave(group_name)

@@ -96,7 +96,6 @@ class PeftConfig(NamedTuple):
     layers_to_transform: list[int] | None
 
     def rank_of(self, module: str) -> int:
-        """Pure."""
         return self.rank_pattern.get(_pattern(self.rank_pattern, module), self.r)
 
     def scale_of(self, module: str) -> float:

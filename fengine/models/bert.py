@@ -107,7 +107,6 @@ def _unread(name: str) -> str:
 
 
 def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
     tables = (("position_ND", "model.positions", spec.positions), ("type_ND", "model.types", spec.token_types))
     found = decoder_weights(spec, partial(prenorm_layer, mlp=plain_mlp_weights))
     found += [

@@ -65,7 +65,6 @@ def layer(
 
 
 def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
     norm = layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size)
     return [norm, *attention_weights(spec, layer), *mlp_weights(spec, layer)]
 

@@ -41,7 +41,6 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 def experts(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
     source = Source(f"model.layers.{layer.index}.mlp.gate.e_score_correction_bias", (found.count,))
     correction = Weight(("layers", layer.index, "correction_E"), (source,), "E", fill="small", wide=True)
     return [*expert_weights(found, hidden, layer), correction]

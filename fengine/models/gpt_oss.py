@@ -43,7 +43,6 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
     experts = expert_stacks("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj", as_gpt_oss=True)
     sinks = Source(f"model.layers.{layer.index}.self_attn.sinks", (spec.num_heads,))
     leaf = Weight(("layers", layer.index, "sinks_H"), (sinks,), "H", "H", fill="small")

@@ -44,7 +44,6 @@ def stretched(config: Config) -> Config:
 
 
 def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
     norms = (("q_turned_norm_K", "self_attn.query_layernorm"), ("k_turned_norm_K", "self_attn.key_layernorm"))
     return [*prenorm_layer(spec, layer), *(layer.norm(key, name, spec.head_dim) for key, name in norms)]
 

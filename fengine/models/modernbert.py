@@ -85,7 +85,6 @@ def rename(spec: ModelSpec, name: str) -> str:
 
 
 def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
     found = decoder_weights(spec, partial(prenorm_layer, fused_qkv=True, fused_mlp=True))
     norm = Weight(("score_norm_D",), (Source("score_norm.weight", (spec.hidden_size,)),), "D", fill="one")
     norm = with_bias(norm) if spec.norm_bias else norm

@@ -39,7 +39,6 @@ def postnorm_layer(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
 
 
 def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
     return postnorm_layer(spec, layer) + whole_norms(spec, layer)
 
 

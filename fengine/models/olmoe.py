@@ -18,7 +18,6 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
     return moe_layer()(spec, layer) + whole_norms(spec, layer)
 
 

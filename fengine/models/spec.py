@@ -94,7 +94,6 @@ class Quantization:
     rules: tuple[tuple[str, Scheme | None], ...]  # None: kept whole
 
     def of(self, module: str) -> Scheme | None:
-        """Pure."""
         return next((scheme for pattern, scheme in self.rules if re.fullmatch(pattern, module)), None)
 
 
@@ -161,7 +160,6 @@ class ModelSpec:
         return self.vocab_size * max(self.token_types, 1)
 
     def kind(self, layer: int) -> LayerKind:
-        """Pure."""
         return self.kinds[layer] if self.kinds else LayerKind()
 
     @property

@@ -34,7 +34,6 @@ class VisionFamily(NamedTuple):
     leaves: LayerLeaves = prenorm_layer  # of a layer of the decoder
 
     def models(self) -> dict[str, Model]:
-        """Pure."""
 
         def weights(spec: ModelSpec) -> list[Weight]:
             return decoder_weights(spec, layer=self.leaves) + self.weights(spec)

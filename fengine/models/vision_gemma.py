@@ -46,7 +46,6 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
 
 
 def all_weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
     vision = spec.vision
     assert vision is not None
     stored = vision.width, spec.hidden_size

@@ -68,7 +68,6 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
 
 
 def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
     vision = spec.vision
     assert isinstance(vision, InternVision)
     columns = vision.width * vision.merge**2

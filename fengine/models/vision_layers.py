@@ -32,7 +32,6 @@ class Laid(NamedTuple):
     turned: bool = False
 
     def ours(self, tensor: Tensor) -> Tensor:
-        """Pure."""
         found = (tensor.T if self.turned else tensor).reshape(self.size)
         behind = [whole - count for count, whole in zip(self.size, self.shape(()), strict=True)]
         return pad(found, [x for count in reversed(behind) for x in (0, count)])
@@ -76,7 +75,6 @@ def matrix(
 
 
 def patch_matrix(name: str, vision: VisionSpec, frames: tuple[int, ...] = (), bias: bool = False) -> list[Weight]:
-    """The matrix of patches. Pure."""
     kernel = (vision.channels, *frames, vision.patch, vision.patch)
     source = laid(f"{name}.weight", (vision.width, *kernel), vision.width, prod(kernel), tiled=1)
     found = [Weight(("vision", "wpatch"), (source,), "DI")]
@@ -89,7 +87,6 @@ def project(x_IK: Tensor, params: Params, key: str) -> Tensor:
 
 
 def act(x_IF: Tensor, kind: str) -> Tensor:
-    """Pure."""
     return x_IF * torch.sigmoid(1.702 * x_IF) if kind == "quick_gelu" else activations.activate(x_IF, kind)
 
 

@@ -52,7 +52,6 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
 
 
 def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
     vision = spec.vision
     assert vision is not None
     columns = vision.width * len(vision.feature_layers)
@@ -71,7 +70,6 @@ def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
-    """Pure."""
     patches = (vision.image_size // vision.patch) ** 2
     return [Piece({"pixels_CHW": pixels_CHW}, patches, patches + 1) for pixels_CHW in features["pixel_values"]]
 

@@ -91,7 +91,6 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
 
 
 def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
     vision = spec.vision
     assert vision is not None
     return [

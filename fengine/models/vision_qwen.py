@@ -102,7 +102,6 @@ def read(config: Config, vision: Config, spec: ModelSpec, third: bool) -> ModelS
 
 
 def weights(spec: ModelSpec, third: bool) -> list[Weight]:
-    """Pure."""
     vision = spec.vision
     assert isinstance(vision, QwenVision)
     width, squares = vision.width, vision.width * vision.merge**2
@@ -137,7 +136,6 @@ def weights(spec: ModelSpec, third: bool) -> list[Weight]:
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
-    """Pure."""
     (_, height, width), patches_IK = features["image_grid_thw"][0].tolist(), features["pixel_values"]
     arrays = {"patches_IK": patches_IK.astype(np.float32), "grid_2": np.array([height, width])}
     return [Piece(arrays, len(patches_IK) // vision.merge**2, len(patches_IK))]

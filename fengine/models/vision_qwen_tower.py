@@ -105,7 +105,6 @@ def plan(vision: QwenVision, grid: tuple[int, int], device: torch.device) -> Pla
 
 
 def norm(x_ID: Tensor, norm_D: Tensor, third: bool) -> Tensor:
-    """Pure."""
     return layer_norm.layer_norm(x_ID, norm_D, EPS) if third else rms_norm.rms_norm(x_ID, norm_D, EPS)
 
 

@@ -235,5 +235,4 @@ def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer) -> list
 
 
 def param_bytes(params: Params) -> int:
-    """Of all its tensors. Pure."""
     return sum(x.nbytes for x in tree_leaves(params) if isinstance(x, Tensor))

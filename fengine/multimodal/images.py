@@ -54,7 +54,6 @@ class Images:
         self._pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "fengine-images")
 
     def close(self) -> None:
-        """Idempotent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.sources.close()
 

@@ -54,7 +54,6 @@ class Sources:
         return self.decoder.decode(data)
 
     def close(self) -> None:
-        """Idempotent."""
         self.decoder.close()
 
     def _of_array(self, array: np.ndarray) -> np.ndarray:

@@ -78,7 +78,6 @@ def usage_of(outputs: list[Output], samples: int = 1) -> dict[str, Any]:
 
 
 def counted(prompts: int, completions: int) -> dict[str, Any]:
-    """Pure."""
     return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
 
 

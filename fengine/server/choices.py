@@ -36,7 +36,6 @@ def shown(data: bytes) -> str:
 
 
 def finite(logprob: float | None) -> float | None:
-    """Pure."""
     return LEAST if logprob is not None and not math.isfinite(logprob) else logprob
 
 
@@ -282,7 +281,6 @@ def skips_special(request: OpenAIRequest) -> bool:
 def _echoes(
     arguments: dict[str, Any], texts: str | list[str] | None, tokenizer: Tokenizer, skip_special: bool
 ) -> list[str]:
-    """The text of each prompt. Pure."""
     if texts is not None:
         return [texts] if isinstance(texts, str) else texts
     rows, limit = arguments["input_ids"], range(2**32)  # others are refused by the engine

@@ -44,7 +44,6 @@ def misdirected(scope: Scope) -> ApiError | None:
 
 @lru_cache(256)  # nearly all requests name the same address
 def is_loopback(address: str) -> bool:
-    """Pure."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

@@ -199,7 +199,6 @@ def _event(type: str, **more: Any) -> bytes:
 
 
 def _block(block: Block, said: str) -> dict[str, Any]:
-    """One block of the content. Pure."""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": json.loads(said or "{}")}
     if block.kind == "reasoning":

@@ -210,7 +210,6 @@ def _shares(vector: list[float]) -> list[float]:
 
 
 def _cosine(a: list[float], b: list[float]) -> float:
-    """Pure."""
     dot, first, second = (math.fsum(map(mul, x, y)) for x, y in ((a, b), (a, a), (b, b)))
     norms = math.sqrt(first) * math.sqrt(second)
     return dot / norms if norms else 0.0

@@ -64,7 +64,6 @@ class Runtime:
         return get_tokenizer(self.server_args.tokenizer_path or self.server_args.model_path)
 
     def shutdown(self) -> None:
-        """Idempotent."""
         if self._open:
             self._open = False
             terminate_process(self._process)

@@ -38,7 +38,6 @@ class Pace:
             self.resume_at, self.right, self.seen = known + self.rest, SURE * HOPE, SURE
 
     def stop(self) -> None:
-        """No try any more."""
         self.resume_at = NEVER
 
     @property

@@ -97,7 +97,6 @@ class ImageInputs:
                 self.delta[slot] = 0
 
     def fields(self, output: SchedulerOutput, pos_T: np.ndarray, row_T: np.ndarray) -> Arrays:
-        """The fields of IMAGES."""
         at, rope_pos_3I = 0, np.repeat((pos_T + self.delta[row_T])[None], 3, 0)
         found: Arrays = {"image_row_I": np.full(len(pos_T), -1, np.int32), "rope_pos_3I": rope_pos_3I}
         if self.bidirectional:

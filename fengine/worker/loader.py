@@ -53,7 +53,6 @@ class Placement(NamedTuple):
     group: Group | None = None  # whose rank holds its part of what is cut
 
     def of(self, weight: Weight) -> torch.dtype:
-        """Of a leaf. Pure."""
         return torch.float32 if weight.wide or (self.device.type == "cpu" and not weight.matrix) else self.matrix
 
 

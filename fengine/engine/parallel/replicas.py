@@ -212,7 +212,6 @@ class Replicas:
 
     @property
     def pids(self) -> list[int]:
-        """Of the replicas."""
         return [each.child.process.pid for each in self.replicas if each.child is not None]
 
     def owns_thread(self) -> bool:

@@ -33,7 +33,6 @@ class Cut(NamedTuple):
     axis: int
 
     def own(self, tensor: Tensor) -> Tensor:
-        """What this rank has of it. Pure."""
         before = (slice(None),) * self.axis
         return torch.cat([tensor[*before, rows] for rows in self.rows[self.rank]], self.axis)
 

@@ -98,7 +98,6 @@ def work(argv: Sequence[str]) -> int:
 
 
 def work_of(given: dict[str, Any], vocab: int) -> Work:
-    """Pure."""
     draw = random.Random(given["seed"])
     low = min(16, vocab - 1)  # special tokens tend to come first
     return Work([[draw.randrange(low, vocab) for _ in range(given["input"])] for _ in range(given["requests"])],

@@ -93,7 +93,6 @@ class Chat:
                 self.answer(line)
 
     def command(self, name: str, value: str) -> None:
-        """One of HELP."""
         if name == "reset":
             self.messages.clear()
         elif name == "undo":

@@ -61,7 +61,6 @@ def _paired(a: list[Path], b: list[Path]) -> list[tuple[Path, Path]]:
 
 
 def facts(run: Records) -> dict[str, Any]:
-    """Pure."""
     told = {"folder": str(run.folder), "rows": len(run), "of": run.rows, "finished": run.finished}
     told |= {"outputs_sha256": run.result.get("outputs_sha256") if run.vouched else None, "damaged": run.damaged}
     return told | {"notes": run.notes}

@@ -180,7 +180,6 @@ def _input(point: SweptRun) -> tuple[str, str]:
 
 
 def _both(a: SweptRun, b: SweptRun) -> Iterator[tuple[Scores, Scores]]:
-    """Scores of the rows that both have."""
     others = {key: place for place, key in enumerate(b.keys)}
     names = [name for name in a.columns if name in b.columns]
     for place_a, key in enumerate(a.keys):

@@ -268,7 +268,6 @@ def row_lines(found: RowDifference, names: tuple[str, str]) -> list[str]:
 
 
 def _told(at: Divergence, what: str, names: tuple[str, str]) -> list[str]:
-    """Pure."""
     head = f"row {at.id!r}, answer {at.sample}, token {at.token}: first difference in {what}"
     return [head, *(f"   {name}  {_side_told(side)}" for name, side in zip(names, (at.a, at.b), strict=True))]
 

@@ -53,7 +53,6 @@ class Damage:
 
 
 def encode(head: list[Any], record: bytes) -> bytes:
-    """One line. Pure."""
     return framed(_HEAD.encode(head), record)
 
 

@@ -125,7 +125,6 @@ class Records(AbstractContextManager["Records"]):
         return record
 
     def close(self) -> None:
-        """Idempotent."""
         for file in self._files.values():
             file.close()
 

@@ -82,7 +82,6 @@ class Trace(AbstractContextManager["Trace"]):
             self._meta("thread_name", "steps of the scheduler")
 
     def row(self, index: int, row_id: str, metas: list[dict[str, Any]]) -> None:
-        """The requests of one row."""
         if self._file is None:
             return
         told = json.dumps(row_id)

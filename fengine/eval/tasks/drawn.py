@@ -67,7 +67,6 @@ class Picture(NamedTuple):
 
 
 def picture(random: Random) -> Picture:
-    """Modifies: random."""
     light = random.random() < 0.7
     ground = [random.randint(225, 255) if light else random.randint(0, 30) for _ in range(3)]
     pixels_HWC = np.empty((SIDE, SIDE, 3), np.uint8)
@@ -143,7 +142,6 @@ def about_objects(things: list[Thing]) -> list[Question]:
 
 
 def named(thing: Thing) -> str:
-    """Pure."""
     return f"A{'n' * (thing.colour[0] in 'aeiou')} {thing.colour} {thing.shape}"
 
 

@@ -60,7 +60,6 @@ class _Task:
         return self.base if data is None else data.parent
 
     def images_of(self, row: Row) -> tuple[str, ...]:
-        """Of the row. Pure."""
         return () if self.config.images is None else images_of(row, self.config.images, self._folder)
 
     def prompt_of(self, row: Row) -> str | list[int]:
