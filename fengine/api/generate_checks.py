@@ -11,25 +11,24 @@ from fengine.core.scalars import exact_int, told
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 
 PER_PROMPT_LOGPROBS = ("return_logprob", "logprob_start_len", "top_logprobs_num")
-# Arguments of SGLang's generate and encode that are not built. Off: None, False, 0, or a list of None.
-NOT_BUILT: dict[str, str] = {
+# Arguments of SGLang's generate, encode and score that are not built. Off: None, False, 0, or a list of None.
+NOT_BUILT = {
     "audio_data": "audio",
     "video_data": "video",
-    "mm_hashes": "hashes of images that are made elsewhere",
-    "mm_content_hashes": "hashes of images that are made elsewhere",
+    **dict.fromkeys(("mm_hashes", "mm_content_hashes"), "hashes of images that are made elsewhere"),
     "require_reasoning": "grammars",
-    "return_routed_experts": "mixtures of experts",
-    "routed_experts_start_len": "mixtures of experts",
-    "bootstrap_host": "disaggregation",
-    "bootstrap_port": "disaggregation",
-    "bootstrap_room": "disaggregation",
-    "disagg_prefill_dp_rank": "disaggregation",
+    **dict.fromkeys(("return_routed_experts", "routed_experts_start_len"), "mixtures of experts"),
+    **dict.fromkeys(
+        ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank"), "disaggregation"
+    ),
     "kv_hints": "hints for the KV cache",
     "external_trace_header": "tracing",
-    "input_embeds": "embeddings in place of tokens",
-    "embed_override_token_id": "embeddings in place of tokens",
-    "embed_overrides": "embeddings in place of tokens",
-}
+    **dict.fromkeys(
+        ("input_embeds", "embed_override_token_id", "embed_overrides", "query_embed_overrides", "item_embed_overrides",
+         "stacked_query_item_embed_overrides"), "embeddings in place of tokens",
+    ),
+    "score_extraction_token_id": "scores of another token than the last",
+}  # fmt: skip
 
 
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:

@@ -13,21 +13,14 @@ from typing import Any, cast
 
 from fengine.api.arguments import takes
 from fengine.api.encode import encode_requests, pair_ids, rerank_scores
+from fengine.api.generate_checks import refuse_not_built
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import complete
 from fengine.api.streams import OutputCollector
 from fengine.api.types import EncodeOutput
 from fengine.core.sampling_params import SamplingParams
 from fengine.core.scalars import exact_float, exact_int, plain, told
-from fengine.errors import AbortedError, InvalidRequestError, UnsupportedFeatureError
-
-NOT_BUILT = (
-    "embed_override_token_id",
-    "query_embed_overrides",
-    "item_embed_overrides",
-    "score_extraction_token_id",
-    "stacked_query_item_embed_overrides",
-)
+from fengine.errors import AbortedError, InvalidRequestError
 
 
 @dataclass
@@ -81,9 +74,7 @@ class Scoring:
     @classmethod
     def of(cls, req: ScoreReqInput, generates: bool, vocab_size: int) -> "Scoring":
         """Errors: InvalidRequestError, UnsupportedFeatureError."""
-        given = [name for name in NOT_BUILT if getattr(req, name) is not None]
-        if given:
-            raise UnsupportedFeatureError(f"not built: {', '.join(given)}. Leave these arguments out.")
+        refuse_not_built(req)
         for name in ("apply_softmax", "item_first", "return_pooled_hidden_states", "return_token_logprobs"):
             if not isinstance(getattr(req, name), bool):
                 raise InvalidRequestError(f"{name} must be True or False, got {told(getattr(req, name))}.")

@@ -152,12 +152,22 @@ class OutputCollector:
         return results[0] if self.single else results
 
 
-class Stream:
-    """Iterator over a call's chunks. Dropping, closing or failing it aborts what still runs. Several threads may read
-    it; each chunk goes to one of them."""
+class _Chunks:
+    """What reads a call's chunks. Dropping, closing or failing it aborts what still runs."""
 
     def __init__(self, collector: OutputCollector, owner: object) -> None:
         self._collector, self._owner = collector, owner  # the owner's engine lives as long as its streams
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # then modules have lost their names, and the engine's threads are gone
+            self._collector.abort()
+
+
+class Stream(_Chunks):
+    """Iterator over a call's chunks. Several threads may read it; each chunk goes to one of them."""
+
+    def __init__(self, collector: OutputCollector, owner: object) -> None:
+        super().__init__(collector, owner)
         self._reading = collector.core.system.lock()  # or a second reader would wait for news behind the last
 
     def __iter__(self) -> "Stream":
@@ -179,16 +189,12 @@ class Stream:
     def close(self) -> None:
         self._collector.abort()
 
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # then modules have lost their names, and the engine's threads are gone
-            self._collector.abort()
 
-
-class AsyncStream:
+class AsyncStream(_Chunks):
     """Async iterator over a call's chunks, in the event loop that made the call; the same promises as `Stream`."""
 
     def __init__(self, collector: OutputCollector, owner: object) -> None:
-        self._collector, self._owner = collector, owner  # the owner's engine lives as long as its streams
+        super().__init__(collector, owner)
         self._reading = asyncio.Lock()
 
     def __aiter__(self) -> "AsyncStream":
@@ -212,7 +218,3 @@ class AsyncStream:
 
     async def aclose(self) -> None:
         self._collector.abort()
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():
-            self._collector.abort()

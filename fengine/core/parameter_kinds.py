@@ -16,7 +16,7 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_BYTES = 1024
 MAX_BIASES = 1024
 MAX_BIAS = 1e30  # a finite float32
-MAX_DEPTH = 32  # nesting of custom_params
+MAX_DEPTH, MAX_BITS = 32, 4096  # nesting of what is like JSON; of its whole numbers
 # Known to SGLang's users but not built. A value that means "off" is accepted, anything else is refused by name.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "beam_width": (None, 1),
@@ -101,9 +101,13 @@ def json_like(value: Any, where: str, depth: int = 0) -> Any:
         raise InvalidRequestError(f"{where} is nested deeper than {MAX_DEPTH} levels.")
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequestError(f"{where} must be finite, got {value}.")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise InvalidRequestError(f"{where} is a number of more than {MAX_BITS} bits.")
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise InvalidRequestError(f"{where} has a key that is not a string.")
         return {key: json_like(item, f"{where}[{key!r:.80}]", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_like(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]

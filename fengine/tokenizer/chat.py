@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from fengine.core.parameter_kinds import json_like
 from fengine.errors import (
     ChatTemplateError,
     ConfigError,
@@ -27,9 +28,7 @@ from fengine.tokenizer.trial import Limits, Refused, Trials
 logger = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 MAX_ROLE = 64  # characters
-MAX_DEPTH = 32  # nesting of what a template may see
 MAX_SOURCE = 1 << 18  # characters of a template
-MAX_BITS = 4096  # of a whole number
 RENDERERS = 2  # chats rendered at once
 LIMITS = Limits(1.0, 256 << 20)  # of one rendering
 RESERVED = frozenset(("messages", "add_generation_prompt", "continue_final_message", "self"))
@@ -38,23 +37,6 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that chats 
 
 
 # -- what a template may see ------------------------------------------------------------------------------------------
-
-
-def plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy of `value` made of exact JSON types. Pure. Errors: InvalidRequestError naming `where`."""
-    if depth > MAX_DEPTH:
-        raise InvalidRequestError(f"{where} is nested deeper than {MAX_DEPTH} levels.")
-    if value is None or type(value) in (str, int, float, bool):
-        if type(value) is int and value.bit_length() > MAX_BITS:
-            raise InvalidRequestError(f"{where} is a number of more than {MAX_BITS} bits.")
-        return value
-    if isinstance(value, dict):
-        if any(not isinstance(key, str) for key in value):
-            raise InvalidRequestError(f"{where} has a key that is not a string.")
-        return {key: plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise InvalidRequestError(f"{where} must be JSON-like (str, number, bool, list, dict), got {type(value).__name__}.")
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -69,7 +51,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def _checked(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequestError(f"{where} must be a dict, got {type(message).__name__}.")
-    message = {key: value for key, value in plain(message, where).items() if value is not None}
+    message = {key: value for key, value in json_like(message, where).items() if value is not None}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
         found = "no role" if "role" not in message else f"the role {role!r:.80}"
@@ -237,7 +219,7 @@ def encode_chat(
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: plain(value, name) for name, value in values.items()}
+    return {name: json_like(value, name) for name, value in values.items()}
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], values: dict[str, Any], add_generation_prompt: bool) -> str:
