@@ -80,10 +80,13 @@ def make_worker(
     adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir), group)
     slots = 0 if adapters is None else adapters.slots
     rows = config.scheduler.max_running_requests or 1
-    images = ImageInputs(config, spec, loaded.params, loaded.context_length, rows, group) if spec.vision else None
     edits = group is None or group.rank == 0  # whose logits are edited
     stages = logits_stages(rows, spec.vocab_size, torch.device(device_of(config))) if edits else ()
     runner = make_runner(config, loaded, stages, slots, group)
+    images = None
+    if spec.vision:
+        graphs = runner.graphs if isinstance(runner, CudaRunner) and config.compile.cuda_graph else None
+        images = ImageInputs(config, spec, loaded.params, loaded.context_length, rows, group, graphs)
     before = time.perf_counter()
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(loaded.params)
     same = int if group is None else partial(least, group=group)

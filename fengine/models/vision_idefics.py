@@ -6,6 +6,7 @@ In the prompt each tile stands behind a token that says which one it is.
 """
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -65,14 +66,19 @@ def buckets(count: int, side: int) -> Tensor:
     return torch.bucketize(at, bounds, right=True)
 
 
+@lru_cache(maxsize=32)
+def places(height: int, width: int, side: int, device: torch.device) -> Tensor:
+    """Of so many rows and columns of patches, each one's learned position. Pure; kept, as tiles have one size."""
+    return (buckets(height, side)[:, None] * side + buckets(width, side)).flatten().to(device)
+
+
 def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
     """The embeddings of a tile, [tokens, D], from pixels_CHW. Pure."""
     vision, pixels_CHW = spec.vision, arrays["pixels_CHW"]
     assert vision is not None
     height, width = (size // vision.patch for size in pixels_CHW.shape[1:])
     side, m = vision.image_size // vision.patch, vision.merge
-    index = (buckets(height, side)[:, None] * side + buckets(width, side)).flatten()
-    x_ID = tower.features(params["vision"], vision, pixels_CHW, index)
+    x_ID = tower.features(params["vision"], vision, pixels_CHW, places(height, width, side, pixels_CHW.device))
     squares_IK = rearrange(x_ID, "(h a w b) d -> (h w) (a b d)", h=height // m, a=m, b=m)
     return project(squares_IK, params["vision"], "project")
 

@@ -84,7 +84,7 @@ def features(tower: Params, vision: VisionSpec, pixels_CHW: Tensor, index: Tenso
     x_IK = rearrange(pixels_CHW, "c (h p) (w q) -> (h w) (c p q)", p=vision.patch, q=vision.patch)
     x_ID = project(tiled(x_IK.to(table_ND.dtype)), tower, "patch")
     x_ID = x_ID if class_D is None else torch.cat((class_D[None], x_ID))
-    x_ID = x_ID + (table_ND if index is None else table_ND[index.to(x_ID.device)])
+    x_ID = x_ID + (table_ND if index is None else table_ND[index])
     if (norm_D := tower.get("first_norm_D")) is not None:
         x_ID = layer_norm.layer_norm(x_ID, norm_D, vision.eps)
     wanted, given = vision.feature_layers or (vision.num_layers,), {}

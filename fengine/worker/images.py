@@ -4,10 +4,9 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fengine.config import EngineConfig
-from fengine.core.images import Encode, Image, ImageRows
+from fengine.core.images import Encode, ImageRows
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import InvariantError
@@ -15,8 +14,9 @@ from fengine.models import lookup
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
 from fengine.ops.columns import Group, share
-from fengine.worker.device import current_device
+from fengine.worker.cuda_graphs import Graphs
 from fengine.worker.fields import Arrays
+from fengine.worker.tower import Tower
 
 TABLE = "image_ED"  # in Params
 
@@ -44,13 +44,16 @@ class ImageInputs:
     Modifies: itself, and the table in Params, which it makes."""
 
     def __init__(
-        self, config: EngineConfig, spec: ModelSpec, params: Params, context: int, rows: int, group: Group | None = None
-    ) -> None:
+        self, config: EngineConfig, spec: ModelSpec, params: Params, context: int, rows: int,
+        group: Group | None = None, graphs: Graphs | None = None,
+    ) -> None:  # fmt: skip
+        """`graphs`: where images are captured; None: nowhere."""
         self.group = group
         family, norm_D = lookup(spec.architecture).vision, params["final_norm_D"]
         if spec.vision is None or family is None:
             raise InvariantError(f"{spec.architecture} takes no images")
-        self.spec, self.params, self.encode, self.bidirectional = spec, params, family.encode, spec.vision.bidirectional
+        self.tower, self.params = Tower(family, params, spec, graphs), params
+        self.bidirectional = spec.vision.bidirectional
         width = spec.hidden_size * (1 + spec.vision.deepstack)
         params[TABLE] = norm_D.new_zeros((table_rows(config, width, context, norm_D.itemsize), width))
         self.row_P: dict[int, np.ndarray] = {}  # by row slot: of each prompt token its row of the table, or -1
@@ -61,19 +64,14 @@ class ImageInputs:
     def write(self, job: Encode) -> None:
         """Encodes an image into its rows. Modifies: the table. Errors: RuntimeError if a rank is gone."""
         table_ED = self.params[TABLE]
-        found_ID = table_ED.new_zeros((len(job.rows), table_ED.shape[1]))
         if self.group is None or self.group.rank == 0:
-            found_ID = self._encoded(job.image, table_ED)
+            found_ID = self.tower.encode(job.image)
+        else:
+            found_ID = table_ED.new_empty((len(job.rows), table_ED.shape[1]))
         if self.group is not None:
             found_ID = share(found_ID, self.group)
-        table_ED.index_copy_(0, torch.tensor(job.rows, device=table_ED.device), found_ID)
-
-    def _encoded(self, image: Image, table_ED: Tensor) -> Tensor:
-        """Pure. The embeddings of its tokens, in the table's dtype."""
-        arrays: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in image.arrays.items()}
-        with torch.no_grad(), current_device(str(table_ED.device)):
-            arrays = {name: x.to(table_ED.device) if x.is_floating_point() else x for name, x in arrays.items()}
-            return self.encode(self.params, self.spec, arrays).to(table_ED.dtype)
+        rows = torch.tensor(job.rows, pin_memory=table_ED.is_cuda)
+        table_ED.index_copy_(0, rows.to(table_ED.device, non_blocking=True), found_ID)
 
     def admit(self, new: Request) -> None:
         """Takes over what a new row brings."""

@@ -1,0 +1,92 @@
+"""The tower of a model that takes images, on its device.
+
+On CUDA a size of image that comes again is captured: to launch a tower's kernels one by one takes a CPU longer than a
+GPU needs to run them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine.core.images import Image
+from fengine.models.kv_state import Params
+from fengine.models.spec import ModelSpec
+from fengine.models.vision_family import Vision
+from fengine.worker.cuda_graphs import Graphs
+from fengine.worker.device import current_device
+
+SIZES = 8  # sizes of images that are captured at most: those that came last
+
+
+class Static(NamedTuple):
+    """Of a captured size: what its graph reads and writes."""
+
+    arrays: dict[str, Tensor]
+    found_ID: Tensor
+
+
+class Tower:
+    """Encodes one image after the other. Modifies: what it keeps for sizes, and `graphs`."""
+
+    def __init__(self, family: Vision, params: Params, spec: ModelSpec, graphs: Graphs | None = None) -> None:
+        """`graphs`: of the runner, which are dropped with the memory that they name; None: nothing is captured."""
+        self.family, self.params, self.spec, self.graphs = family, params, spec, graphs
+        self.dtype, self.device = params["final_norm_D"].dtype, params["final_norm_D"].device
+        self.sizes: OrderedDict[Hashable, Static | None] = OrderedDict()  # None: has come once
+
+    def encode(self, image: Image) -> Tensor:
+        """The embeddings of its tokens, which hold until the next image. Pure but for what it keeps."""
+        arrays = {name: torch.from_numpy(array) for name, array in image.arrays.items()}
+        with torch.no_grad(), current_device(str(self.device)):
+            if self.device.type == "cuda":
+                arrays = {name: x.pin_memory() if x.is_floating_point() else x for name, x in arrays.items()}
+            key = ("tower", *((name, x.shape, _facts(x)) for name, x in sorted(arrays.items())))
+            static = self._known(key, arrays)
+            if static is None:
+                return self._run({name: self._sent(x) for name, x in arrays.items()})
+            for name, x in static.arrays.items():
+                x.copy_(arrays[name], non_blocking=True)
+            assert self.graphs is not None and self.graphs.replay(key)
+            return static.found_ID
+
+    def _known(self, key: Hashable, arrays: dict[str, Tensor]) -> Static | None:
+        """Of a size that has come before, which is captured then. Modifies: itself."""
+        if self.graphs is None:
+            return None
+        before, static = key in self.sizes, self.sizes.get(key)
+        if before and (static is None or key not in self.graphs.captured):
+            static = self._capture(key, {name: self._sent(x) for name, x in arrays.items()})
+        self.sizes[key] = static
+        self.sizes.move_to_end(key)
+        if len(self.sizes) > SIZES:
+            oldest, _ = self.sizes.popitem(last=False)
+            self.graphs.captured.pop(oldest, None)
+        return static
+
+    def _capture(self, key: Hashable, arrays: dict[str, Tensor]) -> Static | None:
+        """None: there is no room. Its kernels have run before, so nothing is compiled or proved in the capture."""
+        assert self.graphs is not None
+        if not self.graphs.room:
+            return None
+        found_ID = self._run(arrays)
+
+        def run() -> None:
+            found_ID.copy_(self._run(arrays))
+
+        self.graphs.capture_late(key, run)
+        return Static(arrays, found_ID) if key in self.graphs.captured else None
+
+    def _sent(self, x: Tensor) -> Tensor:
+        """On the device; whole numbers, which decide shapes, stay. Pure."""
+        return x.to(self.device, non_blocking=True) if x.is_floating_point() else x
+
+    def _run(self, arrays: dict[str, Tensor]) -> Tensor:
+        return self.family.encode(self.params, self.spec, arrays).to(self.dtype)
+
+
+def _facts(x: Tensor) -> Hashable:
+    """What of an array decides which kernels run: of whole numbers each. Pure."""
+    return x.dtype if x.is_floating_point() else tuple(x.flatten().tolist())
