@@ -85,9 +85,11 @@ def one_round(
 ) -> dict:
     """Adds `runs` walls of every workload to `walls`, after a warm-up of the short ones; the engine's own figures."""
     begin = budget.clock()
-    with dummy_engine(model, **options(numerics)) as engine:
+    settings = options(numerics)
+    with dummy_engine(model, **settings) as engine:
         facts = {"start_s": budget.clock() - begin, "engine": engine.stats()}
-        for name, work in works.items():
+        for name, one in works.items():
+            work = several(one, settings.get("dp_size", 1))
             if name.startswith("latency"):
                 run(engine, work)
             for i in range(runs):
@@ -99,6 +101,11 @@ def one_round(
     facts["compiles_after_start"] = stats["compiles"] - facts["engine"]["compiles"]
     facts["preemptions"] = stats["preemptions"]
     return facts
+
+
+def several(work: Work, replicas: int) -> Work:
+    """So many times the work, of prompts that share nothing. Pure."""
+    return [(ids[i:] + ids[:i], n) for i in range(replicas) for ids, n in work]
 
 
 def figures(config: dict[str, Any], work: Work, walls: list[float]) -> dict[str, Any]:
@@ -133,8 +140,11 @@ def bench(
                 start = tables[kind]["rounds"][-1]["start_s"]
     for kind in kinds:
         measured = walls[kind]
+        replicas = options(kind).get("dp_size", 1)
         tables[kind] |= {
-            name: figures(config, work, measured[name]) for name, work in works.items() if name in measured
+            name: figures(config, several(work, replicas), measured[name])
+            for name, work in works.items()
+            if name in measured
         }
     for kind in [kind for kind in kinds if kind.startswith("exact")]:
         rival = tables.get(kind.replace("exact", "fast"), {})
@@ -151,7 +161,8 @@ def kinds_of(numerics: str, page_sizes: str | None) -> list[str]:
 
 
 def options(kind: str) -> dict[str, Any]:
-    """Settings of an engine: "exact" or "fast"; behind it "+compile", "+page16", "+tp2", "+w8a8_fp8", "+kv8". Pure."""
+    """Settings of an engine: "exact" or "fast"; behind it "+compile", "+page16", "+tp2", "+dp2", "+w8a8_fp8", "+kv8".
+    Pure."""
     numerics, *rest = kind.split("+")
     found: dict[str, Any] = {"numerics": numerics}
     for word in rest:
@@ -163,11 +174,11 @@ def options(kind: str) -> dict[str, Any]:
             found["quantization"] = word
         elif word == "kv8":
             found["kv_cache_dtype"] = "fp8_e4m3"
-        elif word.startswith("tp") and word[2:].isdigit():
-            found["tp_size"] = int(word[2:])
+        elif word[:2] in ("tp", "dp") and word[2:].isdigit():
+            found[f"{word[:2]}_size"] = int(word[2:])
         else:
             raise SystemExit(
-                f"--numerics knows exact, fast, and +compile, +tp2, +kv8, +{', +'.join(QUANTIZATIONS)} behind; "
+                f"--numerics knows exact, fast, and +compile, +tp2, +dp2, +kv8, +{', +'.join(QUANTIZATIONS)} behind; "
                 f"--page-size whole numbers; got {kind!r}"
             )
     return found
