@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
-from measure import need_gpu, parser, save
+from measure import need_gpu, parser, replays_us, save
 from torch import Tensor
 
 from fengine.ops import columns, copy_engines, exchange, linear, peers, rms_norm
@@ -50,17 +50,8 @@ def graph_us(run: Callable[[], object], count: int = 20) -> float:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(count):
             run()
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        dist.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1e3 / count)
-    return best
+    torch.cuda.synchronize()
+    return min(replays_us(graph, count, 5, dist.barrier))
 
 
 def checked_us(group: Group, part: Tensor) -> float:

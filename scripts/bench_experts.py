@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from measure import environment, summary
+from measure import environment, replays_us, summary
 from torch import Tensor
 
 from fengine.ops import experts as op
@@ -130,15 +130,7 @@ def graph_times(compute: Callable[[Layer], Tensor], over: list[Layer]) -> list[f
         for layer in over:
             compute(layer)
     graph.replay()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(over))
-    return times
+    return replays_us(graph, len(over), ROUNDS)
 
 
 def distinct(shape: Shape, over: list[Layer]) -> float:

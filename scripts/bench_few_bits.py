@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from measure import environment
+from measure import environment, replays_us
 from quantize import config_of
 from torch import Tensor
 
@@ -103,15 +103,7 @@ def timed(call: Any, count: int) -> float:
     with torch.cuda.graph(graph):
         for i in range(max(count, CALLS)):
             call(i % count)
-    found = []
-    for _ in range(REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1000 / max(count, CALLS))
-    return statistics.median(found)
+    return statistics.median(replays_us(graph, max(count, CALLS), REPEATS))
 
 
 class Case(NamedTuple):

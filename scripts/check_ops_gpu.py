@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import triton
-from measure import Budget, add_budget
+from measure import Budget, add_budget, replays_us
 from torch import Tensor
 
 from fengine.models.rope import rope_table
@@ -281,15 +281,7 @@ def microseconds(call: Callable[..., Any], sets: list[tuple], repeats: int = 5) 
     with torch.cuda.graph(graph):
         for arguments in sets:
             call(*arguments)
-    found = []
-    for _ in range(repeats + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3 / len(sets))
-    return sorted(found[1:])[repeats // 2]
+    return sorted(replays_us(graph, len(sets), repeats + 1)[1:])[repeats // 2]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import need_gpu, parser, save
+from measure import need_gpu, parser, replays_us, save
 from torch import Tensor
 
 from fengine.ops import activations, linear_launch, rms_norm
@@ -86,7 +86,6 @@ def graph_us(run: Callable[[int], object], count: int) -> float:
     """Of one of so many in a graph; the best of 3."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    best = float("inf")
     with torch.cuda.stream(side):  # `torch.cuda.graph` would collect garbage each time
         graph.capture_begin(capture_error_mode="thread_local")
         try:
@@ -94,14 +93,7 @@ def graph_us(run: Callable[[int], object], count: int) -> float:
                 run(number)
         finally:
             graph.capture_end()
-        for _ in range(3):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            best = min(best, begin.elapsed_time(end) * 1e3 / count)
-    return best
+        return min(replays_us(graph, count, 3))
 
 
 def measured(rows: int, n: int, k: int, gated: bool, weights: list[Tensor]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from fengine import run
 from fengine.config import EngineConfig, Hardware, resolve
-from fengine.errors import ContextLengthError, EngineDeadError
+from fengine.errors import ContextLengthError, EngineDeadError, ModelLoadError
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.runs import manifest
 
@@ -96,18 +96,40 @@ ROWS = 12
 Run = Callable[..., Path]
 
 
-def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """What makes a run of the fake engine in a folder of this name, by further words, `code` being its exit code.
+def fake_engines(folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int = ROWS) -> list[FakeEngine]:
+    """The fake engines that commands open from here on; no model is at "missing".
 
-    `folder` becomes the working directory, with ROWS rows in rows.jsonl.
+    `folder` becomes the working directory, with so many rows in rows.jsonl.
     """
+    opened: list[FakeEngine] = []
+
+    def open_engine(config: EngineConfig) -> FakeEngine:
+        if "missing" in config.model.path:
+            raise ModelLoadError("model directory 'missing' does not exist")
+        opened.append(FakeEngine(config))
+        return opened[-1]
+
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
+    monkeypatch.setattr(engines_file, "open_engine", open_engine)
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
     monkeypatch.setattr(manifest, "surroundings", dict)
     monkeypatch.setattr(manifest.provenance, "checkout", lambda: None)
-    write_rows(folder / "rows.jsonl", ROWS)
+    write_rows(folder / "rows.jsonl", rows)
+    return opened
+
+
+def refused(capsys: pytest.CaptureFixture[str], command: str, cases: Iterable[tuple[list[str], str]]) -> None:
+    """A command's mistakes are answered with what is said, and no traceback."""
+    for words, said in cases:
+        assert run.main([command, *words]) == run.USAGE, words
+        err = capsys.readouterr().err
+        assert said in err and "Traceback" not in err, (words, err)
+
+
+def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """What makes a run in a folder of this name, by further words, `code` being its exit code; as `fake_engines`."""
+    fake_engines(folder, monkeypatch)
 
     def run_eval(name: str, *words: str, code: int = run.OK) -> Path:
         given = {word.partition("=")[0] for word in words}

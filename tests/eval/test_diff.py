@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from eval_fakes import ROWS, Run, fake_runs, next_float32, records, rewrite, write_rows
+from eval_fakes import ROWS, Run, fake_runs, next_float32, records, refused, rewrite, write_rows
 
 from fengine import run
 from fengine.errors import StorageError
@@ -309,17 +309,14 @@ def test_an_unfinished_run_is_read_from_its_journal(make: Run, capsys: Any) -> N
 def test_what_is_no_run(make: Run, capsys: Any) -> None:
     make("a")
     Path("empty").mkdir()
-    for words, said in (
+    refused(capsys, "diff", [
         (["a"], "takes two run folders"),
         (["a", "nope"], "does not exist"),
         (["a", "a/outputs.jsonl"], "is a file"),
         (["a", "empty"], "no run's folder"),
         (["a", "a", "shw=1"], "did you mean show"),
         (["a", "a", "show=-1"], "show=-1: must be from 0"),
-    ):
-        assert run.main(["diff", *words]) == 2
-        err = capsys.readouterr().err
-        assert said in err and "Traceback" not in err
+    ])  # fmt: skip
     for text in ("", "{", "[]", '{"fengine_manifest": 99}', '{"fengine_manifest": 1, "identity": {}}', "[" * 100_000):
         shutil.copytree("a", "b")
         Path("b/manifest.json").write_text(text)

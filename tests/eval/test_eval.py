@@ -21,19 +21,17 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from eval_fakes import FakeEngine, records, write_rows
+from eval_fakes import FakeEngine, fake_engines, records, write_rows
 
 from fengine import run
 from fengine.config import EngineConfig
 from fengine.errors import InputFileError, InvalidRequestError
-from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.compose import parse, points
 from fengine.eval.cli.engines import EngineCache
 from fengine.eval.cli.guard import conf_dir
 from fengine.eval.cli.schema import Point
 from fengine.eval.cli.view import QuietView
 from fengine.eval.commands import evaluate
-from fengine.eval.runs import manifest
 from fengine.eval.runs import run as run_file
 from fengine.eval.runs.answering import Asker
 from fengine.eval.runs.config import EVAL, EvalConfig
@@ -55,20 +53,7 @@ class Crash(BaseException):
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     """Engines that were opened; the working directory is a new one with rows.jsonl."""
-    opened: list[FakeEngine] = []
-
-    def open_engine(config: EngineConfig) -> FakeEngine:
-        opened.append(FakeEngine(config))
-        return opened[-1]
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(engines_file, "open_engine", open_engine)
-    monkeypatch.setattr(manifest, "code_digest", lambda: "one")
-    monkeypatch.setattr(manifest, "surroundings", dict)
-    monkeypatch.setattr(manifest.provenance, "checkout", lambda: None)
-    write_rows(tmp_path / "rows.jsonl", ROWS)
-    return opened
+    return fake_engines(tmp_path, monkeypatch)
 
 
 def cli(*words: str) -> int:
@@ -492,7 +477,7 @@ def test_duplicate_ids(engines: list[FakeEngine], capsys: pytest.CaptureFixture[
         index_rows(Repeating(TaskConfig(name="t"), Path()))
     write_rows(Path("rows.jsonl"), 3, {"id": "r1", "prompt": "again", "answer": ""})
     assert cli("out=a") == run.USAGE and not engines and not Path("a/journal.log").exists()
-    assert "id 'r1': lines 2 and 4" in capsys.readouterr().err
+    assert "'r1': rows 2 and 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from eval_fakes import FakeEngine, records, write_rows
+from eval_fakes import FakeEngine, fake_engines, records, write_rows
 
 from fengine import run
 from fengine.errors import ConfigError
-from fengine.eval.cli import engines as engines_file
 from fengine.eval.commands import merge
 from fengine.eval.runs import manifest
 from fengine.eval.runs.config import parse_shard
@@ -23,17 +22,7 @@ WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=
 
 @pytest.fixture(autouse=True)
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
-    opened: list[FakeEngine] = []
-
-    def open_engine(config: Any) -> FakeEngine:
-        opened.append(FakeEngine(config))
-        return opened[-1]
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(engines_file, "open_engine", open_engine)
-    monkeypatch.setattr(manifest, "code_digest", lambda: "one")
-    return opened
+    return fake_engines(tmp_path, monkeypatch)
 
 
 def cli(*words: str) -> int:
@@ -182,7 +171,7 @@ def test_what_a_shard_is(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), 3, {"id": "r1", "prompt": "again", "answer": ""})
     assert cli("run.shard=0/2") == run.USAGE and "run.shard must be i/n" in capsys.readouterr().err
     assert cli("run.shard=1/2", "out=a") == run.USAGE, "found in every shard"
-    assert "id 'r1': lines 2 and 4" in capsys.readouterr().err
+    assert "'r1': rows 2 and 4" in capsys.readouterr().err
     write_rows(Path("rows.jsonl"), 4)
     assert cli("run.shard=1/2", "out=b") == run.OK
     assert cli("run.shard=2/2", "out=b") == run.USAGE

@@ -11,18 +11,15 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from eval_fakes import FakeEngine, records, write_rows
+from eval_fakes import FakeEngine, fake_engines, records, write_rows
 from omegaconf import OmegaConf
 
 from fengine import run
-from fengine.config import EngineConfig
-from fengine.errors import ConfigError, ModelLoadError
-from fengine.eval.cli import engines as engines_file
+from fengine.errors import ConfigError
 from fengine.eval.cli.compose import jobs, parse, points
 from fengine.eval.cli.guard import LAUNCHERS
 from fengine.eval.cli.recompose import launch
 from fengine.eval.cli.schema import BadPoint, Point
-from fengine.eval.runs import manifest
 from fengine.eval.runs import run as run_file
 from fengine.eval.runs.config import EVAL
 from fengine.eval.runs.sweep import PointStatus, as_csv, markdown, over_seeds
@@ -34,20 +31,7 @@ ROWS = 6
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     """Engines that were opened; the working directory is a new one with rows.jsonl."""
-    opened: list[FakeEngine] = []
-
-    def open_engine(config: EngineConfig) -> FakeEngine:
-        if "missing" in config.model.path:
-            raise ModelLoadError("model directory 'missing' does not exist")
-        opened.append(FakeEngine(config))
-        return opened[-1]
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(engines_file, "open_engine", open_engine)
-    monkeypatch.setattr(manifest, "code_digest", lambda: "one")
-    write_rows(tmp_path / "rows.jsonl", ROWS)
-    return opened
+    return fake_engines(tmp_path, monkeypatch, ROWS)
 
 
 def sweep(*words: str, view: str = "quiet") -> int:

@@ -1,34 +1,24 @@
 """The bitmask op against its reference, bit for bit; its Triton kernel in the interpreter where there is no device."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from test_ops import draw_case, normal
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops import edit_logits, sampling
-from fengine.ops.registration import triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = [] if INTERPRETED else [pytest.mark.gpu]
 SHAPES = [(5, 300), (3, 31), (2, 32), (2, 33), (1, 1), (9, 4097)]
 
 
-@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+@starts_interpreter
 def test_kernel_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", "-k", "triton"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, __file__], capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=900
-    )
-    assert done.returncode == 0 and f"{len(SHAPES)} passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted(__file__, "-m", "not gpu", "-k", "triton")
 
 
 def case(rows: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:

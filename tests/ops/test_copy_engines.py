@@ -1,14 +1,9 @@
 """Products in chunks whose exchange is hidden: ranks are processes, their docks files that all of them map, and copies
 are made at once."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-from fengine.ops.registration import triton
+from interpreted import run_ranks, starts_interpreter
 
 RANK = """
 import ctypes, mmap, sys, types
@@ -77,22 +72,6 @@ print("ends")
 """
 
 
-@pytest.mark.skipif(not hasattr(triton, "__version__"), reason="needs Triton")
+@starts_interpreter
 def test_ranks_multiply_what_all_of_them_made(tmp_path: Path) -> None:
-    size = 2
-    paths = [tmp_path / f"dock{rank}" for rank in range(size)]
-    for path in paths:
-        path.write_bytes(bytes(4096 + 21 * 32 * 4))
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(size), *map(str, paths)], env=env, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        told = [rank.communicate(timeout=60)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(told)
-    assert told[0].endswith("ends\n")
+    run_ranks(RANK, [tmp_path / f"dock{rank}" for rank in range(2)], 4096 + 21 * 32 * 4)

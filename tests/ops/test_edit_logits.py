@@ -4,35 +4,25 @@ The Triton kernels run in Triton's interpreter, in a process of its own, where t
 """
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from test_ops import draw_case, mixed_rows, normal
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops import edit_logits, logprobs, sampling, sampling_kernels
-from fengine.ops.registration import triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = [] if INTERPRETED else [pytest.mark.gpu]
 kernel_test = pytest.mark.parametrize("kernel", [pytest.param("triton", marks=on_device)])
 
 
-@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+@starts_interpreter
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", "-k", "triton"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, __file__], capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=900
-    )
-    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted(__file__, "-m", "not gpu", "-k", "triton")
 
 
 def penalty_case(rows: int = 6, vocab: int = 300) -> tuple[Tensor, ...]:

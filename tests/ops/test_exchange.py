@@ -1,13 +1,8 @@
 """The exchange between GPUs, interpreted: ranks are processes, their inboxes files that all of them map."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-from fengine.ops.registration import triton
+from interpreted import run_ranks, starts_interpreter
 
 RANK = """
 import mmap, sys
@@ -39,22 +34,8 @@ print("ends")
 """
 
 
-@pytest.mark.skipif(not hasattr(triton, "__version__"), reason="needs Triton")
+@starts_interpreter
 def test_ranks_gather_one_anothers_columns(tmp_path: Path) -> None:
     size = 3
     paths = [tmp_path / f"inbox{rank}" for rank in range(size)]
-    for path in paths:
-        path.write_bytes(bytes(2 * 2 * size * (16 * 8 + 32 * 4 + 4)))
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(size), *map(str, paths)], env=env, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        told = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(told)
-    assert told[0].endswith("ends\n")
+    run_ranks(RANK, paths, 2 * 2 * size * (16 * 8 + 32 * 4 + 4))

@@ -3,14 +3,11 @@
 As test_ops_triton.py, they run a second time in a process of their own, which chooses the interpreter.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from torch import Tensor
 
 from fengine.ops import (
@@ -36,21 +33,16 @@ from fengine.ops.experts_schedules import (
 )
 from fengine.ops.linear import Dense
 from fengine.ops.proof import captured
-from fengine.ops.registration import triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ROUTINGS = [op.Routing(3), op.Routing(3, False), op.Routing(3, True, True, 2.5)]
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 gpu = pytest.mark.gpu
 
 
-@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+@starts_interpreter
 def test_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=900)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted(__file__, "-m", "not gpu")
 
 
 def case(t: int, e: int, f: int, d: int, dtype: torch.dtype, routing: op.Routing, full: bool, limit: float = 0.0

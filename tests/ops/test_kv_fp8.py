@@ -4,20 +4,15 @@ The Triton kernels run in Triton's interpreter, in a process of its own (see tes
 """
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from torch import Tensor
 
 from fengine.ops import attention, attention_launch, kv_fp8, rope
 from fengine.ops.attention_launch import CAUSAL, Paged, Rows, Schedule, Tiles, schedules
-from fengine.ops.registration import triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NEW, LENGTHS = (3, 1, 40, 1), (70, 33, 40, 600)  # tokens of a row in this step, and all of its tokens
 
 
@@ -93,12 +88,9 @@ def test_attention_is_that_over_the_stored_numbers(width: int, heads: int, group
     torch.testing.assert_close(attention.attention(*arguments, 0.01), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+@starts_interpreter
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=900)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted(__file__, "-k", "triton")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")

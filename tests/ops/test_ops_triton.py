@@ -4,15 +4,12 @@ The interpreter must be chosen before Triton is imported, so these tests run a s
 It multiplies with numpy, which knows no bfloat16 and adds in its own order: tests of bits need a device.
 """
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from test_lora_ops import lora_case
 from test_ops import mixed_rows, normal, paged_case
 from torch import Tensor
@@ -38,9 +35,7 @@ from fengine.ops import (
     sampling_kernels,
 )
 from fengine.ops.proof import captured
-from fengine.ops.registration import triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 SPACING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -49,12 +44,9 @@ on_device = [] if INTERPRETED else [pytest.mark.gpu]
 kernel_test = pytest.mark.parametrize("dtype", [pytest.param(d, marks=on_device, id=str(d)[6:]) for d in DTYPES])
 
 
-@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+@starts_interpreter
 def test_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=900)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted(__file__, "-m", "not gpu")
 
 
 def put(args: Any, dtype: torch.dtype) -> Any:

@@ -4,21 +4,16 @@ The Triton kernels run in Triton's interpreter, in a process of its own (see tes
 """
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from quantized_checkpoints import from_fragments
 from torch import Tensor
 
 from fengine.ops import cpu, fragments, linear, quantized, quantized_launch
 from fengine.ops.quantized import Codes
-from fengine.ops.registration import triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SIZES = ((33, 64, 16, False), (95, 96, 32, True), (64, 40, 40, False), (70, 24, 12, False), (130, 257, 257, False))
 KINDS = tuple(quantized.KINDS)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -98,12 +93,9 @@ def test_encoded_codes_are_the_nearest() -> None:
     assert quantized.joined([codes, quantized.encoded(w, "int4", 16)]) is None
 
 
-@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+@starts_interpreter
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=900)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted(__file__, "-k", "triton")
 
 
 def as_on_cuda(codes: Codes) -> quantized_launch.Matrix:

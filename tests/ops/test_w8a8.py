@@ -5,23 +5,18 @@ they must equal the model of the tensor core.
 """
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from tensor_core import FP8_MMA, FP8_WGMMA, chain
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops import cpu, linear, quantized, w8a8
 from fengine.ops.quantized import Codes
-from fengine.ops.registration import triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SIZES = ((33, 64, 0), (70, 300, 0), (40, 256, 128), (65, 200, 128), (32, 70, 32))  # N, K, columns that share scales
 
 
@@ -76,12 +71,9 @@ def test_other_blocks_are_refused_by_name() -> None:
         w8a8.pack(made(32, 96, 48))
 
 
-@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+@starts_interpreter
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=900)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted(__file__, "-k", "triton")
 
 
 def matrix_of(codes: Codes) -> w8a8.Matrix:
