@@ -30,7 +30,7 @@ from quantize import config_of
 from torch import Tensor
 
 from fengine import Engine
-from fengine.ops import linear_launch, quantized, quantized_launch, w8a8, w8a8_hopper
+from fengine.ops import e4m3, linear_launch, quantized, quantized_launch, w8a8, w8a8_hopper
 from fengine.ops.ahead import compiling
 from fengine.ops.linear_launch import REFERENCE
 from fengine.ops.quantized_hopper import Tiles
@@ -148,7 +148,7 @@ class Eights(NamedTuple):
 
     def rows(self, i: int) -> Any:
         """Quantizing the activations."""
-        return w8a8.rows_launch(self.x_MK, self.x_MK.shape[1])
+        return e4m3.launch(self.x_MK, self.x_MK.shape[1])
 
     def reference(self) -> Tensor:
         return self.under(w8a8.REFERENCE, 0)
@@ -169,7 +169,7 @@ def made(n: int, k: int, kind: str, sizes: list[int]) -> list[Case] | list[Eight
     if kind == "w8a8":
         leaves = (w8a8.pack(one) for one in codes)
         eights = [w8a8.Matrix(*leaf) for leaf in leaves if isinstance(leaf, w8a8.W8A8)]
-        return [Eights(x_MK, w8a8.rows_launch(x_MK, k), dense, eights) for x_MK in x_XMK]
+        return [Eights(x_MK, e4m3.launch(x_MK, k), dense, eights) for x_MK in x_XMK]
     few = [Matrix(*quantized.packed_rows(one, torch.bfloat16)[:7]) for one in codes]
     return [Case(x_MK, dense, few) for x_MK in x_XMK]
 

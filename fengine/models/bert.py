@@ -76,13 +76,13 @@ def spec_from_hf(config: Config, padded: bool = False) -> ModelSpec:
 
 def layer(
     layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors,
-    normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
+    normed_TD: Tensor, residual_TD: Tensor, next_norm: layers.Norm | None,
 ) -> layers.LayerOut:  # fmt: skip
     """As the file says; the stream is what was normed."""
     delta_TD, k_PSGK, v_PSGK = layers.attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
-    normed_TD, _ = layers.add_norm(delta_TD, normed_TD, layer["mlp_norm_D"], spec)
+    normed_TD, _ = layers.add_norm(delta_TD, normed_TD, layers.Norm(layer["mlp_norm_D"]), spec)
     delta_TD = layers.mlp(layer, spec, layers.adapters_of(batch), normed_TD)
-    normed_TD, _ = layers.add_norm(delta_TD, normed_TD, next_norm_D, spec)
+    normed_TD, _ = layers.add_norm(delta_TD, normed_TD, next_norm, spec)
     return normed_TD, normed_TD, k_PSGK, v_PSGK
 
 

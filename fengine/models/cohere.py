@@ -55,12 +55,12 @@ def spec2_from_hf(config: Config) -> ModelSpec:
 
 def layer(
     layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors,
-    normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
+    normed_TD: Tensor, residual_TD: Tensor, next_norm: layers.Norm | None,
 ) -> layers.LayerOut:  # fmt: skip
     """residual += attention(normed) + mlp(normed)."""
     delta_TD, k_PSGK, v_PSGK = layers.attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
     mlp_TD = layers.gated_mlp(layer, spec, layers.adapters_of(batch), normed_TD)
-    normed_TD, residual_TD = layers.add_norm(mlp_TD, residual_TD + delta_TD, next_norm_D, spec)
+    normed_TD, residual_TD = layers.add_norm(mlp_TD, residual_TD + delta_TD, next_norm, spec)
     return normed_TD, residual_TD, k_PSGK, v_PSGK
 
 

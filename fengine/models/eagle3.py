@@ -104,9 +104,9 @@ def forward(
     rope_MK = params[layer["kind"].rope]
     delta_TD, k_PSGK, v_PSGK = layers.attend(layer, spec, rope_MK, kv.k_PSGK[0], kv.v_PSGK[0], batch, x_TX)
     residual_TD = hidden_TD if normed else stream_TD
-    normed_TD, residual_TD = layers.add_norm(delta_TD, residual_TD, layer["mlp_norm_D"], spec)
+    normed_TD, residual_TD = layers.add_norm(delta_TD, residual_TD, layers.Norm(layer["mlp_norm_D"]), spec)
     delta_TD = layers.gated_mlp(layer, spec, None, normed_TD)
-    normed_TD, stream_TD = layers.add_norm(delta_TD, residual_TD, params["final_norm_D"], spec)
+    normed_TD, stream_TD = layers.add_norm(delta_TD, residual_TD, layers.Norm(params["final_norm_D"]), spec)
     return KVState((k_PSGK,), (v_PSGK,)), normed_TD, stream_TD
 
 

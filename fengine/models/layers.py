@@ -1,13 +1,14 @@
 """What decoders are made of, as functions: a family composes its layer of them.
 
 A layer is a function of its own parameters, `layer(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD,
-next_norm_D)`, which returns (normed_TD, residual_TD, k_PSGK, v_PSGK): the stream, normed for what comes next, and the
+next_norm)`, which returns (normed_TD, residual_TD, k_PSGK, v_PSGK): the stream, normed for what comes next, and the
 written pages. Layers of one kind are alike but for the values of their parameters, so one compiled layer serves all.
 
 Attention reads the pages that `qkv_rope_write` returned: read the old names, and a compiler must copy every page.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +16,25 @@ from torch import Tensor
 from fengine.errors import ModelLoadError
 from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.spec import ModelSpec
-from fengine.ops import activations, attention, columns, experts, layer_norm, linear, rms_norm, rope
+from fengine.ops import activations, attention, columns, e4m3, experts, layer_norm, linear, rms_norm, rope
 
 # What layers read of a step.
 OF_LAYERS = (
     "pos_T slot_T q_start_B kv_len_R page_table_RN window_slot_U window_table_RY token_A start_S last_key_J".split()
 )
 Adapters = tuple[Tensor, Tensor]  # token_A, start_S
-LayerOut = tuple[Tensor, Tensor, Tensor, Tensor]
-LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, Tensors, Tensor, Tensor, Tensor | None], LayerOut]
+Normed = Tensor | e4m3.Rows
+
+
+class Norm(NamedTuple):
+    """A norm's weight, and whether what is normed goes to e4m3, as what reads it likes: `x_group` of the leaf."""
+
+    weight_D: Tensor
+    group: int = 0
+
+
+LayerOut = tuple[Any, Tensor, Tensor, Tensor]  # the first is `Normed`
+LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, Tensors, Any, Tensor, Norm | None], LayerOut]
 
 
 def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, Tensors], tuple[KVState, Tensor]]:
@@ -41,21 +52,21 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, Tensors]
             }
             pos_T = torch.arange(len(batch["pos_T"]), dtype=torch.int32, device=batch["pos_T"].device)
             batch = {**batch, "pos_T": pos_T}
-        norms = [layer.get("attn_norm_D") for layer in layers[1:]] + [params["final_norm_D"]]
-        normed_TD, residual_TD = embed(params, spec, batch, layers[0].get("attn_norm_D"))
+        first, *norms = [*(norm_of(layer, "attn_norm_D", "wqkv") for layer in layers), Norm(params["final_norm_D"])]
+        normed_TD, residual_TD = embed(params, spec, batch, first)
         k_layers, v_layers, features = [], [], []
         images, batch = batch.get("image_row_I"), {name: batch[name] for name in OF_LAYERS if name in batch}
-        for index, (layer, next_norm_D, k_PSGK, v_PSGK) in enumerate(
+        for index, (layer, next_norm, k_PSGK, v_PSGK) in enumerate(
             zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True)
         ):
             features += [residual_TD] * (index in spec.feature_layers)
             rope_MK = tables[layer["kind"].rope]
             normed_TD, residual_TD, k_PSGK, v_PSGK = layer_fn(
-                layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD, next_norm_D
+                layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD, next_norm
             )
             if images is not None and spec.vision is not None and index < spec.vision.deepstack:
                 residual_TD = residual_TD + image_rows(params, spec, images, index + 1)
-                normed_TD = norm(residual_TD, next_norm_D, spec)
+                normed_TD = norm(residual_TD, next_norm, spec)
             k_layers.append(k_PSGK)
             v_layers.append(v_PSGK)
         for feature_PSX in kv.feature_PSX:
@@ -63,6 +74,12 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, Tensors]
         return kv._replace(k_PSGK=tuple(k_layers), v_PSGK=tuple(v_layers)), normed_TD
 
     return forward
+
+
+def norm_of(layer: Params, name: str, *readers: str) -> Norm | None:
+    """A norm of a layer that may have it, and the first of these leaves that there is reads. Pure."""
+    reader = next((layer[key] for key in readers if key in layer), None)
+    return Norm(layer[name], 0 if reader is None else reader.x_group) if name in layer else None
 
 
 def axes_table(rope_MK: Tensor, pos_3I: Tensor, axis_K: Tensor) -> Tensor:
@@ -84,12 +101,14 @@ def keep_features(feature_PSX: Tensor, features: list[Tensor], slot_T: Tensor) -
     feature_PSX.flatten(0, 1)[:, : feature_TX.shape[1]].index_copy_(0, slot_T.long(), feature_TX.to(feature_PSX.dtype))
 
 
-def embed(params: Params, spec: ModelSpec, batch: Tensors, norm_D: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(normed, residual): the rows of the tokens, normed if there is a norm. Pure."""
-    first_D = params["final_norm_D"] if norm_D is None else norm_D
-    how = (first_D[: spec.hidden_size], spec.rms_eps, spec.norm_shift)
+def embed(params: Params, spec: ModelSpec, batch: Tensors, first: Norm | None) -> tuple[Any, Tensor]:
+    """(`Normed`, residual): the rows of the tokens, normed if there is a norm. Pure."""
+    how = Norm(params["final_norm_D"]) if first is None else first
+    weight_D = how.weight_D[: spec.hidden_size]
     token_T = batch["token_T"] % spec.vocab_size if spec.token_types else batch["token_T"]
-    normed_TD, residual_TD = rms_norm.rows_rms_norm(params["embed"].packed, token_T, *how)
+    normed_TD, residual_TD = rms_norm.rows_rms_norm(
+        params["embed"].packed, token_T, weight_D, spec.rms_eps, spec.norm_shift
+    )
     if spec.embed_scale != 1.0:
         residual_TD = residual_TD * params["embed_scale"]  # as a tensor it is rounded to the activations' dtype
     image_row_I = batch.get("image_row_I")
@@ -101,51 +120,54 @@ def embed(params: Params, spec: ModelSpec, batch: Tensors, norm_D: Tensor | None
     if spec.positions:
         residual_TD = residual_TD + params["position_ND"][batch["pos_T"] + spec.position_offset]
     if spec.embed_scale != 1.0 or spec.layer_norm or image_row_I is not None:
-        normed_TD = norm(residual_TD, first_D, spec)
+        normed_TD = norm(residual_TD, how._replace(group=0), spec)
     if spec.embed_norm:
         return normed_TD, normed_TD
-    return residual_TD if norm_D is None else normed_TD, residual_TD
+    if first is None:
+        return residual_TD, residual_TD
+    return e4m3.rows(normed_TD, first.group) if first.group and not spec.layer_norm else normed_TD, residual_TD
 
 
-def norm(x_TD: Tensor, norm_D: Tensor, spec: ModelSpec) -> Tensor:
-    """The rows under the model's kind of norm. Pure."""
+def norm(x_TD: Tensor, how: Norm, spec: ModelSpec) -> Any:
+    """The rows under the model's kind of norm: `Normed`. Pure."""
     if spec.layer_norm:
-        return layer_norm.layer_norm(x_TD, norm_D, spec.rms_eps)
-    return rms_norm.rms_norm(x_TD, norm_D, spec.rms_eps, spec.norm_shift)
+        return layer_norm.layer_norm(x_TD, how.weight_D, spec.rms_eps)
+    normed_TD = rms_norm.rms_norm(x_TD, how.weight_D, spec.rms_eps, spec.norm_shift)
+    return e4m3.rows(normed_TD, how.group) if how.group else normed_TD
 
 
 def add_norm(
-    delta_TD: Tensor, residual_TD: Tensor, norm_D: Tensor | None, spec: ModelSpec, post_D: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(normed, residual) after the delta is added, scaled or normed by `post_D`; without a norm both are the stream.
+    delta_TD: Tensor, residual_TD: Tensor, how: Norm | None, spec: ModelSpec, post_D: Tensor | None = None
+) -> tuple[Any, Tensor]:
+    """(`Normed`, residual) after the delta is added, scaled or normed by `post_D`; without a norm both are the stream.
     Pure."""
     if spec.residual_scale != 1.0:
         delta_TD = delta_TD * spec.residual_scale
-    if spec.layer_norm or (norm_D is None and post_D is None):
+    if spec.layer_norm or (how is None and post_D is None):
         residual_TD = residual_TD + delta_TD
-        return residual_TD if norm_D is None else norm(residual_TD, norm_D, spec), residual_TD
-    return rms_norm.add_rms_norm(delta_TD, residual_TD, norm_D, spec.rms_eps, spec.norm_shift, post_D)
+        return residual_TD if how is None else norm(residual_TD, how, spec), residual_TD
+    weight_D, group = (None, 0) if how is None else how
+    return rms_norm.add_rms_norm(delta_TD, residual_TD, weight_D, spec.rms_eps, spec.norm_shift, post_D, group)
 
 
 def decoder_layer(
     layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors,
-    normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
+    normed_TD: Normed, residual_TD: Tensor, next_norm: Norm | None,
 ) -> LayerOut:  # fmt: skip
     """residual += attention(normed);  residual += down(act(gate) * up) of rms_norm(residual).
 
     Which norms stand before and after the two is told by the leaves that there are.
     """
     delta_TD, k_PSGK, v_PSGK = attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
-    normed_TD, residual_TD = add_norm(
-        delta_TD, residual_TD, layer.get("mlp_norm_D"), spec, layer.get("attn_post_norm_D")
-    )
+    mlp_norm = norm_of(layer, "mlp_norm_D", "wgate_up", "wup")
+    normed_TD, residual_TD = add_norm(delta_TD, residual_TD, mlp_norm, spec, layer.get("attn_post_norm_D"))
     delta_TD = mlp(layer, spec, adapters_of(batch), normed_TD)
-    normed_TD, residual_TD = add_norm(delta_TD, residual_TD, next_norm_D, spec, layer.get("mlp_post_norm_D"))
+    normed_TD, residual_TD = add_norm(delta_TD, residual_TD, next_norm, spec, layer.get("mlp_post_norm_D"))
     return normed_TD, residual_TD, k_PSGK, v_PSGK
 
 
 def attend(
-    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors, x_TD: Tensor
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors, x_TD: Normed
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one layer: what it adds to the residual stream, and the written pages."""
     (slot_T, page_table_RN), adapters = places(layer, batch), adapters_of(batch)
@@ -206,7 +228,7 @@ def norm_heads(x_TC: Tensor, weight_HK: Tensor, spec: ModelSpec) -> Tensor:
     return (normed_NK.unflatten(0, (-1, len(weight_HK))) * weight_HK).flatten(1)
 
 
-def mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Tensor) -> Tensor:
+def mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Any) -> Tensor:
     """The experts, the gated MLP or the plain one, told by the leaves that there are. Pure."""
     if "wrouter" in layer:
         return experts_mlp(layer, spec, adapters, x_TD)
@@ -217,13 +239,15 @@ def mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Tensor)
     return linear.linear(x_TF, layer["wdown"], layer.get("bdown_D"), adapters, exact=spec.exact)
 
 
-def gated_mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Tensor) -> Tensor:
+def gated_mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Any) -> Tensor:
     """down(act(gate) * up). Pure."""
-
-    def gated(x_TD: Tensor) -> Tensor:
-        return linear.gated_linear(x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.act)
-
     w, bias_D = layer["wdown"], layer.get("bdown_D")
+
+    def gated(x_TD: Any) -> Any:
+        return linear.gated_linear(
+            x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.act, w.x_group
+        )
+
     if isinstance(w, columns.Columns):
         return columns.product(gated, x_TD, w, bias_D, adapters, spec.exact)
     return linear.linear(gated(x_TD), w, bias_D, adapters, exact=spec.exact)

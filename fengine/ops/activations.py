@@ -1,7 +1,8 @@
 """Functions of single elements; no reduction. In fp32, rounded to x's dtype.
 
 y = act(gate) * up over the two halves of the last axis, or act(x) alone: silu, gelu, or its tanh form, x / (1 + exp(-2
-u)) with u = sqrt(2 / pi) (x + 0.044715 x^3). The activation is rounded, then the product (as Hugging Face models do).
+u)) with u = sqrt(2 / pi) (x + 0.044715 x^3). The activation is rounded, then the product (as Hugging Face models do),
+which may go to e4m3 from there, with the bits that `e4m3.rows` gives.
 
 y = cap * tanh(x / cap) of logits, with tanh(z) = 1 - 2 / (exp(2 z) + 1), so that an element's bits do not depend on
 where it stands: a library's vector and scalar forms may differ.
@@ -9,16 +10,20 @@ where it stands: a library's vector and scalar forms may differ.
 # pyright: reportInvalidTypeForm=false
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fengine.ops import e4m3
 from fengine.ops.ahead import launcher
 from fengine.ops.cpu import contiguous, schedule
-from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
+from fengine.ops.fp8_kernels import store_e4m3
+from fengine.ops.registration import begin, dependent_launch, plain, register, row_warps, tl, triton, wait, wide
 
 BLOCK = 1024
+WIDEST = 1 << 15  # columns that a program takes at once
 ACTS = ("silu", "gelu_tanh", "gelu")  # by the number that kernels know them by
 
 
@@ -61,19 +66,25 @@ def gated_product(gate, up, ACT: tl.constexpr):
 
 @triton.jit
 def activate_kernel(
-    x_ptr, y_ptr, F, BLOCK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr
+    x_ptr, y_ptr, scale_ptr, F, groups, BLOCK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one token."""
+    """BLOCK columns of one token; in e4m3 with a scale for GROUP columns each, if GROUP is not 0."""
     begin(PDL)
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    col = first + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + token * (1 + GATED) * F + col, mask=col < F, other=0.0)
     if GATED:
         y = gated_product(gate, tl.load(x_ptr + token * 2 * F + F + col, mask=col < F, other=0.0), ACT)
     else:
         y = activated(gate, ACT)
-    tl.store(y_ptr + token * F + col, y.to(y_ptr.dtype.element_ty), mask=col < F)
+    y = y.to(x_ptr.dtype.element_ty)
+    if GROUP:
+        store_e4m3(y.to(tl.float32), y_ptr + token * F, scale_ptr + token * groups, first, F, BLOCK, GROUP)
+    else:
+        tl.store(y_ptr + token * F + col, y, mask=col < F)
 
 
 @triton.jit
@@ -87,15 +98,32 @@ def soft_cap_kernel(x_ptr, y_ptr, N, cap, BLOCK: tl.constexpr, PDL: tl.constexpr
     tl.store(y_ptr + i, y, mask=i < N)
 
 
+def run(x_T2F: Tensor, y_TF: Tensor, scale_TG: Tensor, act: int, gated: bool, block: int, group: int) -> None:
+    """Modifies: y_TF, scale_TG."""
+    tokens, features = y_TF.shape
+    if tokens:
+        launcher(activate_kernel, (tokens, triton.cdiv(features, block)))(
+            x_T2F, y_TF, scale_TG, features, scale_TG.shape[-1], block, act, gated, group,
+            num_warps=max(4, row_warps(block)), **dependent_launch(x_T2F.device.index)
+        )  # fmt: skip
+
+
 def launch(x_T2F: Tensor, act: int = 0, gated: bool = True) -> Tensor:
     x_T2F = plain(x_T2F)
     y_TF = fake(x_T2F, act, gated)
-    tokens, features = y_TF.shape
-    if tokens:
-        launcher(activate_kernel, (tokens, triton.cdiv(features, BLOCK)))(
-            x_T2F, y_TF, features, BLOCK, act, gated, num_warps=4, **dependent_launch(x_T2F.device.index)
-        )
+    run(x_T2F, y_TF, x_T2F, act, gated, BLOCK, 0)
     return y_TF
+
+
+def e4m3_launch(x_T2F: Tensor, act: int, group: int) -> e4m3.Pair:
+    """One kernel where a row fits into registers."""
+    x_T2F, features = plain(x_T2F), x_T2F.shape[1] // 2
+    block, share = e4m3.blocks(features, group)
+    if block > WIDEST:
+        return e4m3.launch(launch(x_T2F, act), group)
+    codes_TF, scale_TG = e4m3.room(x_T2F, features, group)
+    run(x_T2F, codes_TF, scale_TG, act, True, block, share)
+    return codes_TF, scale_TG
 
 
 def cap_launch(x_RV: Tensor, cap: float) -> Tensor:
@@ -116,6 +144,10 @@ def on_cpu(x: Tensor, act: int = 0, gated: bool = True) -> Tensor:
     return y
 
 
+def e4m3_on_cpu(x: Tensor, act: int, group: int) -> e4m3.Pair:
+    return e4m3.on_cpu(on_cpu(x, act), group)
+
+
 def cap_on_cpu(x: Tensor, cap: float) -> Tensor:
     x = contiguous(x, "soft_cap's x")
     y = torch.empty_like(x)
@@ -129,14 +161,21 @@ def fake(x_T2F: Tensor, act: int = 0, gated: bool = True) -> Tensor:
 
 
 _op = register("silu_mul(Tensor x, int act=0) -> Tensor", launch, on_cpu, fake)
+_e4m3_op = register(
+    "silu_mul_e4m3(Tensor x, int act, int group) -> (Tensor, Tensor)", e4m3_launch, e4m3_on_cpu,
+    lambda x, act, group: e4m3.fake(x, x.shape[1] // 2, group),
+)  # fmt: skip
 _alone_op = register(
     "activate(Tensor x, int act) -> Tensor", *(partial(form, gated=False) for form in (launch, on_cpu, fake))
 )
 _cap_op = register("soft_cap(Tensor x, float cap) -> Tensor", cap_launch, cap_on_cpu)
 
 
-def silu_mul(x_T2F: Tensor, act: str = "silu") -> Tensor:
-    """act(first half) * second half as [T, F], in x's dtype. Pure."""
+def silu_mul(x_T2F: Tensor, act: str = "silu", group: int = 0) -> Any:
+    """act(first half) * second half as [T, F], in x's dtype; with a `group` as `e4m3.Rows` (see there). Pure."""
+    if group:
+        codes_TF, scale_TG = _e4m3_op(x_T2F, ACTS.index(act), group)
+        return e4m3.Rows(codes_TF, scale_TG, x_T2F.dtype)
     return _op(x_T2F, ACTS.index(act))
 
 

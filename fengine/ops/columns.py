@@ -106,6 +106,8 @@ class Columns(NamedTuple):
     whole: bool
     group: Group
 
+    x_group = 0
+
     def linear(
         self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels that read and write e4m3 numbers (FP8 with NaN and without infinities), of kv_fp8.py and w8a8.py."""
+"""Triton kernels that read and write e4m3 numbers (FP8 with NaN and without infinities): kv_fp8.py, e4m3.py, w8a8.py."""
 # pyright: reportInvalidTypeForm=false
 
 import os
@@ -87,23 +87,50 @@ def store_heads(pages_ptr, slot, group, here, x1, x2, G: tl.constexpr, K: tl.con
 
 
 @triton.jit
-def quantize_kernel(x_ptr, q_ptr, scale_ptr, K, group, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """`group` <= BLOCK columns of a row, under their own scale."""
+def to_e4m3(x, top):
+    """Codes of x, whose largest size is `top`, under the scale of e4m3.py."""
+    x *= tl.div_rn(448.0, top)
+    if INTERPRETED:  # whose casts are not to the nearest
+        code = e4m3(x).to(tl.uint8)
+    else:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return code
+
+
+@triton.jit
+def largest(x, AXIS: tl.constexpr):
+    top = tl.max(tl.abs(x), AXIS)
+    return tl.where(top < 7.888609052210118e-31, 448.0, top)  # 2^-100
+
+
+@triton.jit
+def store_e4m3(x, q_ptr, scale_ptr, first, K, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Columns first .. first + BLOCK - 1 of a row (float32), and a scale for each GROUP of them; BLOCK: for all K."""
+    i = tl.arange(0, BLOCK)
+    x = tl.where(first + i < K, x, 0.0)
+    if GROUP == BLOCK:
+        top = largest(x, 0)
+        tl.store(scale_ptr, tl.div_rn(top, 448.0))
+        code = to_e4m3(x, top)
+    else:
+        x = tl.reshape(x, (BLOCK // GROUP, GROUP))
+        top = largest(x, 1)
+        group = first // GROUP + tl.arange(0, BLOCK // GROUP)
+        tl.store(scale_ptr + group, tl.div_rn(top, 448.0), mask=group * GROUP < K)
+        code = tl.reshape(to_e4m3(x, top[:, None]), (BLOCK,))
+    tl.store(q_ptr + first + i, code, mask=first + i < K)
+
+
+@triton.jit
+def quantize_kernel(x_ptr, q_ptr, scale_ptr, K, groups, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr):
+    """BLOCK columns of a row, which has so many groups."""
     begin(PDL)
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    col = tl.program_id(1) * group + i
-    inside = (i < group) & (col < K)
-    x = tl.load(x_ptr + row * K + col, mask=inside, other=0.0).to(tl.float32)
-    top = tl.max(tl.abs(x), 0)
-    top = tl.where(top < 7.888609052210118e-31, 448.0, top)  # 2^-100
-    tl.store(scale_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.div_rn(top, 448.0))
-    x *= tl.div_rn(448.0, top)
-    if INTERPRETED:  # whose casts are not to the nearest
-        tl.store(q_ptr + row * K + col, e4m3(x).to(tl.uint8), mask=inside)
-    else:
-        tl.store(q_ptr + row * K + col, x.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
+    first = tl.program_id(1) * BLOCK
+    col = first + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * K + col, mask=col < K, other=0.0).to(tl.float32)
+    store_e4m3(x, q_ptr + row * K, scale_ptr + row * groups, first, K, BLOCK, GROUP)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -22,6 +22,7 @@ from torch import Tensor
 from fengine.ops import activations
 from fengine.ops.activations import ACTS
 from fengine.ops.cpu import KIND, LANES, contiguous, maybe, readable, rounded, schedule
+from fengine.ops.e4m3 import Rows
 from fengine.ops.linear_launch import fake, fast_launch, gated_launch, launch
 from fengine.ops.registration import register, wide
 
@@ -82,6 +83,8 @@ class Dense(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.packed.dtype
 
+    x_group = 0
+
     def linear(
         self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:
@@ -96,8 +99,13 @@ class Dense(NamedTuple):
 class Leaf(Protocol):
     """A weight that knows how to multiply. Another kind of leaf (adapted, quantized) is another op behind `linear`."""
 
+    @property
+    def x_group(self) -> int:
+        """Not 0: it multiplies `e4m3.Rows` with a scale for so many columns, and makes such of other inputs itself."""
+        ...
+
     def linear(
-        self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
+        self, x_TK: Any, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor: ...
 
     def plain(self, adapters: Any) -> Dense | None: ...
@@ -118,24 +126,27 @@ def unpack(w: Dense) -> Tensor:
 
 
 def linear(
-    x_TK: Tensor, w: Leaf, bias_N: Tensor | None = None, adapters: Any = None, out_dtype: torch.dtype | None = None,
-    exact: bool = True,
+    x_TK: Tensor | Rows, w: Leaf, bias_N: Tensor | None = None, adapters: Any = None,
+    out_dtype: torch.dtype | None = None, exact: bool = True,
 ) -> Tensor:  # fmt: skip
     """x @ w.T + bias as [T, N], in `out_dtype` (default: x's). Pure.
 
     CPU: x float32, weights and bias float32, bfloat16 or float16. CUDA: weights in x's dtype. `adapters`: the tokens
     with LoRA adapters, which an adapted leaf adds. With `exact` False any library may take any order of summation, and
-    a row's bits may depend on the other rows.
+    a row's bits may depend on the other rows. Only a leaf with an `x_group` takes rows in e4m3.
     """
     return w.linear(x_TK, bias_N, adapters, out_dtype, exact)
 
 
 def gated_linear(
-    x_TK: Tensor, w: Leaf, bias_N: Tensor | None = None, adapters: Any = None, exact: bool = True,
-    act: str = "silu",
-) -> Tensor:  # fmt: skip
-    """act(x @ gate.T) * (x @ up.T) as [T, N/2], in x's dtype; `w` holds gate above up. Pure."""
+    x_TK: Tensor | Rows, w: Leaf, bias_N: Tensor | None = None, adapters: Any = None, exact: bool = True,
+    act: str = "silu", group: int = 0,
+) -> Any:  # fmt: skip
+    """act(x @ gate.T) * (x @ up.T) as [T, N/2], in x's dtype; `w` holds gate above up. Pure.
+
+    `group`: of the leaf that takes the product, which may come as such rows.
+    """
     dense = w.plain(adapters)
     if dense is None:  # the same bits in two ops
-        return activations.silu_mul(w.linear(x_TK, bias_N, adapters, None, exact), act)
+        return activations.silu_mul(w.linear(x_TK, bias_N, adapters, None, exact), act, group)
     return _gated_op(x_TK, dense.packed, dense.n // 2, bias_N, *((ACTS.index(act),) if act != "silu" else ()))

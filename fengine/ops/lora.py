@@ -214,6 +214,8 @@ class Adapted(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.base.dtype
 
+    x_group = 0
+
     def linear(
         self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:

@@ -161,6 +161,8 @@ class Quantized(NamedTuple):
     kind: str
     dtype: torch.dtype
 
+    x_group = 0
+
     def linear(
         self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:

@@ -3,18 +3,22 @@
 y = weight * (x * rsqrt(mean(x^2) + eps)), fp32 inside, with Hugging Face's two roundings: the normalized row to x's
 dtype, then the product. With `shift` (Gemma's 1) the weight is shift + weight in fp32, the product alone is rounded.
 The fused form first does residual' = residual + delta, rounded to x's dtype; with `post` the delta is normed itself
-before it is added, with the bits that `rms_norm` gives. Without a weight the sum is the result.
+before it is added, with the bits that `rms_norm` gives. Without a weight the sum is the result. With `group` the result
+is in e4m3, with the bits that `e4m3.rows` gives of it.
 
 Reduction tree: one row is one program, whose block is the next power of two of D and whose number of warps follows from
 D alone, so the sum over a row has one fixed thread layout for every T.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
+from fengine.ops import e4m3
 from fengine.ops.cpu import KIND, contiguous, maybe, readable, schedule
-from fengine.ops.norm_kernels import Pair, add_launch, launch, rows_launch
+from fengine.ops.norm_kernels import Pair, add_launch, e4m3_launch, launch, rows_launch
 from fengine.ops.registration import register, wide
 
 
@@ -66,6 +70,13 @@ def add_on_cpu(
     return y, total
 
 
+def e4m3_on_cpu(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float, post: Tensor | None, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, total = add_on_cpu(delta, residual, weight, eps, shift, post)
+    return *e4m3.on_cpu(y, group), total
+
+
 def rows_on_cpu(packed: Tensor, index: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Pair:
     packed, weight = readable(packed, "the embeddings"), readable(weight, "rms_norm's weight")
     index = contiguous(index, "index", torch.int32)
@@ -84,6 +95,10 @@ def add_fake(delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, *_:
     return residual_TD.new_empty((0 if weight_D is None else tokens, width)), residual_TD.new_empty((tokens, width))
 
 
+def e4m3_fake(delta_TD: Tensor, residual_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return *e4m3.fake(residual_TD, residual_TD.shape[1], rest[-1]), torch.empty_like(residual_TD)
+
+
 def rows_fake(table_VD: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Pair:
     shape = (index_T.shape[0], weight_D.shape[0])
     return table_VD.new_empty(shape, dtype=weight_D.dtype), table_VD.new_empty(shape, dtype=weight_D.dtype)
@@ -94,6 +109,11 @@ _add_op = register(
     "add_rms_norm(Tensor delta, Tensor residual, Tensor? weight, float eps, float shift=0.0, Tensor? post=None) -> "
     "(Tensor, Tensor)",
     add_launch, add_on_cpu, add_fake,
+)  # fmt: skip
+_e4m3_op = register(
+    "add_rms_norm_e4m3(Tensor delta, Tensor residual, Tensor weight, float eps, float shift, Tensor? post, int group) "
+    "-> (Tensor, Tensor, Tensor)",
+    e4m3_launch, e4m3_on_cpu, e4m3_fake,
 )  # fmt: skip
 _rows_op = register(
     "rows_rms_norm(Tensor table, Tensor index, Tensor weight, float eps, float shift=0.0) -> (Tensor, Tensor)",
@@ -108,12 +128,16 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> 
 
 def add_rms_norm(
     delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, eps: float, shift: float = 0.0,
-    post_D: Tensor | None = None,
-) -> Pair:  # fmt: skip
+    post_D: Tensor | None = None, group: int = 0,
+) -> tuple[Any, Tensor]:  # fmt: skip
     """(normalized rows of residual + delta, residual + delta), both in the residual's dtype. Pure.
 
-    The delta is normed by `post_D` first, if there is one; without a weight both are the sum.
+    The delta is normed by `post_D` first, if there is one; without a weight both are the sum. The normalized rows are
+    `e4m3.Rows` if there is a `group`: see there.
     """
+    if group and weight_D is not None:
+        codes_TD, scale_TG, sum_TD = _e4m3_op(delta_TD, residual_TD, weight_D, eps, shift, post_D, group)
+        return e4m3.Rows(codes_TD, scale_TG, residual_TD.dtype), sum_TD
     more = (shift, post_D) if shift or post_D is not None else ()
     normed_TD, sum_TD = _add_op(delta_TD, residual_TD, weight_D, eps, *more)
     return sum_TD if weight_D is None else normed_TD, sum_TD

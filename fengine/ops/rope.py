@@ -17,6 +17,7 @@ from torch import Tensor
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops import kv_fp8, linear, rms_norm
 from fengine.ops.cpu import contiguous, maybe, readable, schedule
+from fengine.ops.e4m3 import Rows
 from fengine.ops.linear import Leaf
 from fengine.ops.registration import register, wide
 from fengine.ops.rope_kernels import launch, qkv_launch
@@ -110,7 +111,7 @@ def rope_kv_write(
 
 
 def qkv_rope_write(
-    x_TD: Tensor, w: Leaf, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
+    x_TD: Tensor | Rows, w: Leaf, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
     v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None = None, k_norm_K: Tensor | None = None, eps: float = 0.0,
     adapters: Any = None, exact: bool = True, shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

@@ -1,7 +1,6 @@
 """y = x @ w.T (+ bias) where both sides are multiplied in FP8 (e4m3). A tree of its own:
 
-    top = max |x| of a token, or 448 where that is below 2^-100
-    s_x = top / 448        q = e4m3(x * (448 / top)), nearest even
+    q, s_x: codes and scale of a token, as e4m3.py defines them
     parts: of each STEP columns the sum of q * code, from zero        s_w: of an output
 
     a scale for each output:  y = (part + part + ...) * (s_x * s_w)
@@ -22,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import linear, w8a8_hopper
+from fengine.ops import e4m3, linear, w8a8_hopper
 from fengine.ops.ahead import launcher
 from fengine.ops.cpu import LANES, contiguous, maybe, readable, rounded, schedule
-from fengine.ops.fp8_kernels import quantize_kernel, w8a8_kernel
+from fengine.ops.fp8_kernels import w8a8_kernel
 from fengine.ops.linear_launch import cdiv
 from fengine.ops.proof import proved, random_rows, same_bits
 from fengine.ops.quantized import Codes
@@ -33,34 +32,19 @@ from fengine.ops.registration import (
     EARLY,
     dependent_launch,
     is_hopper,
-    plain,
     register,
-    row_warps,
     shared_memory,
-    triton,
 )
 from fengine.ops.w8a8_hopper import Tiles
 
 STEP = 128  # columns of a part of the sum
-LARGEST = 448.0  # of e4m3
-
-
-def quantized_rows(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(e4m3 numbers [T, K] and scales [T, groups], in float32): the definition. Pure."""
-    k = x_TK.shape[1]
-    x_TGC = pad(x_TK.float(), (0, -k % group)).unflatten(1, (-1, group))
-    top_TG = x_TGC.abs().amax(-1)
-    top_TG = torch.where(top_TG < 2.0**-100, LARGEST, top_TG)
-    inverse_TG = top_TG.new_tensor(LARGEST) / top_TG  # a number over a tensor is its reciprocal's product in torch
-    q_TGC = (x_TGC * inverse_TG[..., None]).to(torch.float8_e4m3fn).float()
-    return q_TGC.flatten(1)[:, :k], top_TG / LARGEST
 
 
 def reference(x_TK: Tensor, codes: Codes, bias_N: Tensor | None = None) -> Tensor:
     """The math in float32 [T, N], by the CPU's tree: the definition of its bits. Pure."""
     step, by_step = tree(codes)
     k = x_TK.shape[1]
-    q_TK, x_scale_TG = quantized_rows(x_TK, step if by_step else k)
+    q_TK, x_scale_TG = e4m3.reference(x_TK, step if by_step else k)
     w_NK = codes.code_NK.view(torch.float8_e4m3fn).float()
     y_TN = q_TK.new_zeros(len(q_TK), len(w_NK))
     for g, first in enumerate(range(0, k, step)):
@@ -88,23 +72,13 @@ def tree(codes: Codes) -> tuple[int, bool]:
     return codes.group, True
 
 
-def e4m3_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(the nearest e4m3 numbers, as float32, of x [T, K] over its scales; the scales [T, groups])."""
-    x, (m, k) = contiguous(x, "w8a8_linear's x"), x.shape
-    q, scale = torch.empty_like(x), x.new_empty((m, -(-k // group)))
-    library, threads = schedule(8 * x.numel())
-    library.fengine_e4m3_rows(x.data_ptr(), q.data_ptr(), scale.data_ptr(), m, k, group, threads)
-    return q, scale
-
-
 def on_cpu(
-    x: Tensor, packed: Tensor, scale: Tensor, n: int, step: int, by_step: bool, bias: Tensor | None,
-    out_dtype: torch.dtype | None,
+    q: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, n: int, step: int, by_step: bool, bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """x [T, K] in e4m3 @ w.T + bias -> [T, n]; packed uint8 [B, K, 32], scale [B, steps or 1, 32] of B blocks."""
-    m, k = x.shape
-    q, x_scale = e4m3_rows(x, step if by_step else max(k, 1))
-    y = x.new_empty((m, n))
+    """Rows q [T, K] @ w.T + bias -> [T, n]; packed uint8 [B, K, 32], scale [B, steps or 1, 32] of B blocks."""
+    q, (m, k) = contiguous(q, "w8a8_linear's rows"), q.shape
+    y = q.new_empty((m, n))
     library, threads = schedule(m * n * k)
     bias, bias_at, bias_kind = maybe(readable, bias, "w8a8_linear's bias")
     library.fengine_w8a8_linear(
@@ -183,19 +157,6 @@ def schedules(q_TK: Tensor, matrix: Matrix) -> list[Schedule | Tiles]:
     return found
 
 
-def rows_launch(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(codes [T, K] in bytes, scales [T, groups]) of activations, as `quantized_rows` defines them. Pure."""
-    m, k = x_TK.shape
-    q_TK = torch.empty(m, k, dtype=torch.uint8, device=x_TK.device)
-    scale_TG = torch.empty(m, cdiv(k, group), dtype=torch.float32, device=x_TK.device)
-    block = triton.next_power_of_2(group)
-    launcher(quantize_kernel, (m, cdiv(k, group)))(
-        x_TK, q_TK, scale_TG, k, group, block, num_warps=row_warps(block),
-        **dependent_launch(x_TK.device.index, EARLY),
-    )  # fmt: skip
-    return q_TK, scale_TG
-
-
 def run(
     q_TK: Tensor, x_scale: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype, s: Schedule | Tiles
 ) -> Tensor:
@@ -227,7 +188,7 @@ def is_proved(q_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: to
 
     def compare() -> bool:
         x_XTK = random_rows(m, k, matrix.n, q_TK.new_empty(0, dtype=torch.float32))
-        rows = [rows_launch(plain(x), matrix.step if matrix.by_step else k) for x in x_XTK]
+        rows = [e4m3.launch(x, matrix.step if matrix.by_step else k) for x in x_XTK]
         want = torch.stack([run(*each, matrix, bias_N, out_dtype, REFERENCE) for each in rows])
         try:
             return same_bits(want, lambda: torch.stack([run(*each, matrix, bias_N, out_dtype, s) for each in rows]))
@@ -241,22 +202,21 @@ def is_proved(q_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: to
 
 
 def launch(
-    x: Tensor, packed: Tensor, scale: Tensor, n: int, step: int, by_step: bool, bias: Tensor | None,
-    out_dtype: torch.dtype | None,
+    q_TK: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, n: int, step: int, by_step: bool,
+    bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The first schedule in order of speed that is proved."""
-    matrix, dtype = Matrix(packed, scale, n, step, by_step), out_dtype or x.dtype
-    if len(x) == 0:
-        return x.new_empty((0, n), dtype=dtype)
-    q_TK, x_scale = rows_launch(plain(x), step if by_step else x.shape[1])
-    s = next(s for s in schedules(q_TK, matrix) if is_proved(q_TK, matrix, bias, dtype, s))
-    return run(q_TK, x_scale, matrix, bias, dtype, s)
+    matrix = Matrix(packed, scale, n, step, by_step)
+    if len(q_TK) == 0:
+        return q_TK.new_empty((0, n), dtype=out_dtype)
+    s = next(s for s in schedules(q_TK, matrix) if is_proved(q_TK, matrix, bias, out_dtype, s))
+    return run(q_TK, x_scale, matrix, bias, out_dtype, s)
 
 
 _op = register(
-    "w8a8_linear(Tensor x, Tensor packed, Tensor scale, int n, int step, bool by_step, Tensor? bias, "
-    "ScalarType? out_dtype) -> Tensor",
-    launch, on_cpu, lambda x, packed, scale, n, *rest: x.new_empty((x.shape[0], n), dtype=rest[-1] or x.dtype),
+    "w8a8_linear(Tensor q, Tensor x_scale, Tensor packed, Tensor scale, int n, int step, bool by_step, Tensor? bias, "
+    "ScalarType out_dtype) -> Tensor",
+    launch, on_cpu, lambda q, x_scale, packed, scale, n, *rest: q.new_empty((q.shape[0], n), dtype=rest[-1]),
 )  # fmt: skip
 
 
@@ -273,11 +233,17 @@ class W8A8(NamedTuple):
     def dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn
 
+    @property
+    def x_group(self) -> int:
+        """Columns of the input that share a scale."""
+        return self.step if self.by_step else self.packed.shape[1]
+
     def linear(
-        self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
+        self, x_TK: Tensor | e4m3.Rows, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:
         """As `linear.linear`. Pure."""
-        return _op(x_TK, *self, bias_N, out_dtype)
+        rows = x_TK if isinstance(x_TK, e4m3.Rows) else e4m3.rows(x_TK, self.x_group)
+        return _op(rows.codes_TK, rows.scale_TG, *self, bias_N, out_dtype or rows.dtype)
 
     def plain(self, adapters: Any) -> None:
         """Nothing that kernels for dense matrices could read."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fengine.models.kv_state import Params, Tensors
-from fengine.models.layers import LayerFn, LayerOut
+from fengine.models.layers import LayerFn, LayerOut, Norm, Normed
 from fengine.models.spec import ModelSpec
 
 # A second thread would cost more than it brings, and checking the size of every intermediate costs as much as a small
@@ -48,16 +48,18 @@ def compiled_layers(layer_fn: LayerFn) -> LayerFn:
 
     def run(
         layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors,
-        normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
+        normed_TD: Normed, residual_TD: Tensor, next_norm: Norm | None,
     ) -> LayerOut:  # fmt: skip
         if id(layer) not in kinds:
             kinds[id(layer)] = layer, layer_kind(layer)
         fields = "token_A" in batch, "last_key_J" in batch
-        key = kinds[id(layer)][1], next_norm_D is None, fields, normed_TD is residual_TD
+        then = None if next_norm is None else next_norm.group
+        key = kinds[id(layer)][1], then, fields, normed_TD is residual_TD, type(normed_TD)
         if key not in made:
             made[key] = _compiled(layer_fn)
-            mark_sizes(batch, k_PSGK=k_PSGK, v_PSGK=v_PSGK, normed_TD=normed_TD, residual_TD=residual_TD)
-        return made[key](layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD, next_norm_D)
+            normed = {"normed_TD": normed_TD} if isinstance(normed_TD, Tensor) else normed_TD.tensors()
+            mark_sizes(batch, k_PSGK=k_PSGK, v_PSGK=v_PSGK, residual_TD=residual_TD, **normed)
+        return made[key](layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD, next_norm)
 
     return run
 

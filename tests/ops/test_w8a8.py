@@ -14,7 +14,7 @@ from tensor_core import FP8_MMA, FP8_WGMMA, chain
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import cpu, linear, quantized, w8a8
+from fengine.ops import cpu, e4m3, linear, quantized, w8a8
 from fengine.ops.quantized import Codes
 
 SIZES = ((33, 64, 0), (70, 300, 0), (40, 256, 128), (65, 200, 128), (32, 70, 32))  # N, K, columns that share scales
@@ -40,8 +40,8 @@ def test_the_bits_are_those_of_the_declared_tree(n: int, k: int, group: int, mon
     leaf, bias = w8a8.pack(codes), torch.randn(n)
     for m in (1, 2, 4, 7):
         x = rows(m, k)
-        q, scale = w8a8.e4m3_rows(x, group or k)
-        want_q, want_scale = w8a8.quantized_rows(x, group or k)
+        q, scale = e4m3.on_cpu(x, group or k)
+        want_q, want_scale = e4m3.reference(x, group or k)
         assert torch.equal(q, want_q) and torch.equal(scale, want_scale)
         got = linear.linear(x, leaf, bias)
         assert torch.equal(got, w8a8.reference(x, codes, bias))
@@ -85,8 +85,8 @@ def matrix_of(codes: Codes) -> w8a8.Matrix:
 @pytest.mark.parametrize(("n", "k", "group"), SIZES)
 def test_triton_kernels_quantize_and_multiply(n: int, k: int, group: int) -> None:
     codes, x, bias = made(n, k, group), rows(5, k).half(), torch.randn(n).half()
-    q, scale = w8a8.rows_launch(x, group or k)
-    want_q, want_scale = w8a8.quantized_rows(x, group or k)
+    q, scale = e4m3.launch(x, group or k)
+    want_q, want_scale = e4m3.reference(x, group or k)
     assert torch.equal(q.view(torch.float8_e4m3fn).float(), want_q) and torch.equal(scale, want_scale)
     for s in (w8a8.Schedule(16, 64, True, 4, 2), w8a8.REFERENCE):
         got = w8a8.run(q, scale, matrix_of(codes), bias, torch.float32, s)
@@ -95,7 +95,7 @@ def test_triton_kernels_quantize_and_multiply(n: int, k: int, group: int) -> Non
 
 def by_tensor_core(x: Tensor, codes: Codes, core: object = FP8_WGMMA) -> Tensor:
     """The declared tree by the model of the tensor core, for scales of outputs."""
-    q, scale = w8a8.quantized_rows(x, x.shape[1])
+    q, scale = e4m3.reference(x, x.shape[1])
     w = codes.code_NK.view(torch.float8_e4m3fn).float().numpy()
     total = torch.from_numpy(chain(q.numpy(), w, core, 128))  # type: ignore[arg-type]
     return total * (scale * codes.scale_NG.T)
@@ -117,8 +117,8 @@ def test_on_a_device_the_bits_are_those_of_wgmma() -> None:
         (1, 7, 16, 33, 64, 200),
     ):
         codes, x = made(n, k, group), rows(m, k).bfloat16()
-        q, scale = w8a8.rows_launch(x.cuda(), group or k)
-        want_q, want_scale = w8a8.quantized_rows(x, group or k)
+        q, scale = e4m3.launch(x.cuda(), group or k)
+        want_q, want_scale = e4m3.reference(x, group or k)
         assert torch.equal(q.cpu().view(torch.float8_e4m3fn).float(), want_q) and torch.equal(scale.cpu(), want_scale)
         matrix = matrix_of(codes.to(torch.device("cuda")))
         got = w8a8.run(q, scale, matrix, None, torch.float32, w8a8.REFERENCE)
