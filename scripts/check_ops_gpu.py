@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fengine.models.rope import rope_table
 from fengine.models.spec import RopeSpec
-from fengine.ops import activations, attention, attention_launch, linear, norm_kernels, rms_norm, rope, sampling
+from fengine.ops import activations, attention, attention_launch, e4m3, linear, norm_kernels, rms_norm, rope, sampling
 
 BF16 = torch.bfloat16
 LINEARS = {  # name: (N, K)
@@ -254,8 +254,11 @@ def row_bits() -> dict[str, int]:
         post = random(width)
         for shift in (0.0, 1.0):  # one kernel against three, whether or not it is proved here
             want = rms_norm.add_rms_norm(rms_norm.rms_norm(delta, post, 1e-5, shift), x, weight, 1e-5, shift)
-            got = norm_kernels.run(x, delta, None, weight, 1e-5, shift, post)
+            got = norm_kernels.run(x, delta, None, weight, 1e-5, shift, post)[:2]
             found[f"norm, sum, norm {width} {shift}"] = sum(differing(a, b) for a, b in zip(got, want, strict=True))
+            codes, _, scale = norm_kernels.run(x, delta, None, weight, 1e-5, shift, post, width)
+            rows = e4m3.launch(want[0], width)
+            found[f"norm to e4m3 {width} {shift}"] = differing(codes, rows[0]) + differing(scale, rows[1])
         whole = outputs(slice(None))
         found[f"norms and silu_mul {width}"] = sum(
             differing(a, w[r : r + 1])

@@ -16,7 +16,19 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from fengine.models.reader import ConfigReader, rope_spec
 from fengine.models.rope import rope_table
 from fengine.models.spec import RopeSpec
-from fengine.ops import activations, attention, edges, layer_norm, linear, rms_norm, rope, sampling
+from fengine.ops import (
+    activations,
+    attention,
+    e4m3,
+    edges,
+    layer_norm,
+    linear,
+    quantized,
+    rms_norm,
+    rope,
+    sampling,
+    w8a8,
+)
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -378,6 +390,10 @@ def op_samples() -> dict[str, tuple]:
         "rms_norm": (x, normal(32), 1e-5),
         "add_rms_norm": (x, normal(5, 32), normal(32), 1e-5),
         "add_rms_norm with a norm behind": (x, normal(5, 32), None, 1e-5, 1.0, normal(32)),
+        "add_rms_norm_e4m3": (x, normal(5, 32), normal(32), 1e-5, 0.0, normal(32), 32),
+        "silu_mul_e4m3": (x, 0, 16),
+        "e4m3_rows": (x, 32),
+        "w8a8_linear": (*e4m3.on_cpu(x, 32), *w8a8.pack(quantized.encoded(normal(40, 32), "w8a8", 0)), None, x.dtype),
         "rows_rms_norm": (linear.pack(normal(40, 32)).packed, slot, normal(32), 1e-5),
         "silu_mul": (x, True),
         "soft_cap": (x, 3.0),

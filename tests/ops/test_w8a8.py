@@ -14,7 +14,7 @@ from tensor_core import FP8_MMA, FP8_WGMMA, chain
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import cpu, e4m3, linear, quantized, w8a8
+from fengine.ops import activations, cpu, e4m3, linear, norm_kernels, quantized, rms_norm, w8a8
 from fengine.ops.quantized import Codes
 
 SIZES = ((33, 64, 0), (70, 300, 0), (40, 256, 128), (65, 200, 128), (32, 70, 32))  # N, K, columns that share scales
@@ -59,6 +59,23 @@ def test_a_part_of_the_outputs_has_the_bits_of_all() -> None:
         assert torch.equal(torch.cat(parts, 1), linear.linear(x, w8a8.pack(codes)))
 
 
+@pytest.mark.parametrize("group", [256, 64])
+def test_norms_and_gated_products_write_the_same_rows(group: int) -> None:
+    """As a product would make of what they give in 16 bits."""
+    delta, residual, post = rows(7, 200), rows(7, 200), torch.rand(200)
+    for shift, behind in ((0.0, None), (1.0, post)):
+        normed, total = rms_norm.add_rms_norm(delta, residual, post, 1e-5, shift, behind)
+        got, same = rms_norm.add_rms_norm(delta, residual, post, 1e-5, shift, behind, group)
+        assert torch.equal(same, total) and alike(got, e4m3.rows(normed, group))
+    x, w = rows(7, 200), w8a8.pack(made(256, 200, 0))
+    want = e4m3.rows(activations.silu_mul(linear.linear(x, w), "gelu"), group)
+    assert alike(linear.gated_linear(e4m3.rows(x, 200), w, act="gelu", group=group), want)
+
+
+def alike(got: e4m3.Rows, want: e4m3.Rows) -> bool:
+    return got.dtype == want.dtype and all(map(torch.equal, got[:2], want[:2]))
+
+
 def test_what_is_not_finite_stays_so() -> None:
     leaf, x = w8a8.pack(made(33, 64, 0)), rows(3, 64)
     x[1, 5] = torch.nan
@@ -91,6 +108,20 @@ def test_triton_kernels_quantize_and_multiply(n: int, k: int, group: int) -> Non
     for s in (w8a8.Schedule(16, 64, True, 4, 2), w8a8.REFERENCE):
         got = w8a8.run(q, scale, matrix_of(codes), bias, torch.float32, s)
         torch.testing.assert_close(got, w8a8.reference(x, codes, bias), rtol=1e-4, atol=1e-4 * float(got.abs().max()))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+@pytest.mark.parametrize(("k", "group"), [(96, 96), (200, 128), (256, 64), (1500, 32)])
+def test_triton_kernels_write_rows_for_products(k: int, group: int) -> None:
+    delta, residual, weight = (rows(3, k).half() / 64 for _ in range(3))
+    residual[1] = delta[1] = 0
+    y, total, _ = norm_kernels.run(residual, delta, None, weight[0], 1e-5, 1.0, weight[1])
+    want = *e4m3.launch(y, group), total
+    codes, same, scale = norm_kernels.run(residual, delta, None, weight[0], 1e-5, 1.0, weight[1], group)
+    assert all(map(torch.equal, (codes, scale, same), want))
+    x = rows(3, 2 * k).half() / 64
+    got, want = activations.e4m3_launch(x, 0, group), e4m3.launch(activations.launch(x), group)
+    assert all(map(torch.equal, got, want))
 
 
 def by_tensor_core(x: Tensor, codes: Codes, core: object = FP8_WGMMA) -> Tensor:
@@ -127,3 +158,16 @@ def test_on_a_device_the_bits_are_those_of_wgmma() -> None:
         for s in w8a8.schedules(q, matrix):
             assert torch.equal(got, w8a8.run(q, scale, matrix, None, torch.float32, s)), (n, k, m, s)
             assert w8a8.is_proved(q, matrix, None, torch.float32, s), s
+
+
+@pytest.mark.gpu
+def test_on_a_device_norms_and_gated_products_write_the_same_rows() -> None:
+    for (m, k), share in itertools.product(((1, 896), (7, 4096), (300, 5120), (3, 14336)), (1 << 20, 128)):
+        delta, residual, weight = (rows(m, k).bfloat16().cuda() for _ in range(3))
+        group = min(k, share)
+        normed, total = rms_norm.add_rms_norm(delta, residual, weight[0], 1e-5)
+        codes, same, scale = norm_kernels.run(residual, delta, None, weight[0], 1e-5, 0.0, None, group)
+        assert all(map(torch.equal, (codes, scale, same), (*e4m3.launch(normed, group), total))), (m, k, group)
+        x = rows(m, 2 * k).bfloat16().cuda()
+        got, want = activations.e4m3_launch(x, 0, group), e4m3.launch(activations.launch(x), group)
+        assert all(map(torch.equal, got, want)), (m, k, group)

@@ -26,11 +26,12 @@ from fengine.errors import (
     UnsupportedFeatureError,
     UnsupportedFormatError,
 )
+from fengine.models import layers
 from fengine.models.kv_pages import init_kv, row_batch
 from fengine.models.kv_state import Params
 from fengine.models.quantization import chosen, read_quantization
 from fengine.models.spec import ModelSpec
-from fengine.ops import fragments, linear, quantized_hopper, w8a8
+from fengine.ops import e4m3, fragments, linear, quantized_hopper, w8a8
 from fengine.ops.quantized import Quantized, encoded
 from fengine.ops.w8a8 import W8A8
 from fengine.worker.loader import load_params, spec_from_config
@@ -287,6 +288,21 @@ def test_w8a8_at_load_has_a_scale_for_each_output(tmp_path: Path) -> None:
     x = torch.randn(3, matrix.shape[1])
     want = w8a8.reference(x, encoded(matrix, "w8a8", 0))
     assert torch.equal(found["wdown"].linear(x, None, None, None, True), want)
+
+
+def test_only_attention_is_quantized_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and gated products give rows in FP8 where every reader takes them, with the same bits."""
+    plain = tiny_checkpoints.write(tmp_path, dtype=torch.bfloat16)
+    spec = load(plain)[1]
+    few = replace(spec, quantization=chosen(spec.quantization, "w8a8_fp8"))
+    params, calls, rows = load_params(plain, few), [], e4m3.rows
+    monkeypatch.setattr(e4m3, "rows", lambda x, group: calls.append(x.shape) or rows(x, group))
+    got = logits(params, few, 9)
+    assert len(calls) == 1 + few.num_layers  # the embeddings, and each layer's attention
+    monkeypatch.setattr(layers, "norm_of", lambda layer, name, *_: layers.Norm(layer[name]))
+    gated = linear.gated_linear
+    monkeypatch.setattr(linear, "gated_linear", lambda *call: gated(*call[:-1], 0))
+    assert torch.equal(logits(params, few, 9), got) and len(calls) == 1 + 5 * few.num_layers
 
 
 @pytest.mark.parametrize("case", W8A8_CASES)
