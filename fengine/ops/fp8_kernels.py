@@ -1,4 +1,4 @@
-"""Triton kernels that read and write e4m3 numbers (FP8 with NaN and without infinities): kv_fp8.py, e4m3.py, w8a8.py."""
+"""Triton kernels of e4m3 numbers (FP8 with NaN and without infinities): of kv_fp8.py, e4m3.py and w8a8.py."""
 # pyright: reportInvalidTypeForm=false
 
 import os
