@@ -1,18 +1,19 @@
 """Mutation tests: small faults planted one at a time into core, loop and journal; which of them do the tests see?
 
-    python scripts/mutants.py --count 300 --json scripts/results/mutants.json
+    python scripts/mutants.py --seed 3 --count 60 --json scripts/results/mutants.json
     python scripts/mutants.py --files core/scheduler.py --count 40
+    python scripts/mutants.py --again --json scripts/results/mutants.json    # what survived, as the tests are now
     python scripts/mutants.py --planted faults.json         # faults by hand: a list of {name, file, old, new}
 
-One process collects the tests of LANES. A child runs them all under a tracer, and tells of each how long it takes and
-which lines it runs. Then one child is forked for each mutant: the code of one function is replaced in memory (a
-comparison, an operator, a constant, a condition or a statement changed), and the tests that run its lines are run, the
-quickest first, simulated schedules before, up to the first failure. What runs too long counts as seen.
+A child is forked for each mutant. There the code of one function is replaced in memory (a comparison, an operator, a
+constant, a condition or a statement changed); then simulated schedules are run, and after them the tests BESIDE its
+file, up to the first failure. What runs too long counts as seen. Without a mutant those tests must pass.
 
-A mutant that no test sees is printed with its line: either the line is not needed, or an oracle is missing, or `reason`
-in the JSON file tells why neither is; reasons stay when the file is written again. What is raised or asserted is not
-mutated, nor left out where it is an InvariantError, nor is `strict=True`: only a fault meets those. A planted fault
-whose `old` text is not found once is left out by name.
+The JSON file keeps all samples, and with its line each mutant that no test saw: either the line is not needed, or an
+oracle is missing, or `reason` tells why neither is. One that is `equivalent` by its reason changes nothing that anybody
+could ask for; it counts neither as caught nor as a survivor, nor does one whose line has gone since. What is raised or
+asserted is not mutated, nor left out where it is an InvariantError, nor is `strict=True`: only a fault meets those. A
+planted fault whose `old` text is not found once is left out by name.
 """
 
 import argparse
@@ -27,9 +28,8 @@ import resource
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from difflib import SequenceMatcher
@@ -48,28 +48,39 @@ FILES = (
     "speculative/ngram.py", "speculative/pace.py", "speculative/draft.py", "speculative/chain.py",
     "speculative/proposers.py", "eval/runs/journal.py",
 )  # fmt: skip
-LANES = (
-    "unit/test_adapter_slots.py", "unit/test_image_rows.py", "unit/test_p*.py", "unit/test_request.py",
-    "unit/test_scheduler.py", "unit/test_steps.py", "unit/test_window_pages.py", "engine", "eval/test_journal.py",
-    "eval/test_rerun.py", "eval/test_run.py", "eval/test_trace.py", "slow/test_simulation_many.py",
-)  # fmt: skip
+QUEUE = ("unit/test_scheduler.py", "unit/test_prefix_cache.py", "unit/test_pages.py", "unit/test_window_pages.py",
+         "unit/test_adapter_slots.py", "unit/test_image_rows.py", "unit/test_request.py")  # fmt: skip
+OPTIONS = ("unit/test_request.py", "engine/test_server_args.py", "engine/test_api_options.py")
+DRAFTS = ("unit/test_pace.py", "engine/test_draft.py", "engine/test_drafts_beside.py", "engine/test_speculation.py")
+BESIDE = {  # by how the name of a file begins: the first that fits
+    "core/sampling_params": OPTIONS, "core/parameter_kinds": OPTIONS, "core/scalars": OPTIONS,
+    "core/foreign": ("unit/test_request.py", "engine/test_plain.py", "engine/test_api_calls.py"),
+    "core/plain": ("engine/test_plain.py",), "core/recording": ("engine/test_recording.py",),
+    "core/step_trace": ("unit/test_steps.py", "engine/test_speculation.py", "eval/test_trace.py"),
+    "core/speculation": ("engine/test_speculation.py", "unit/test_scheduler.py"),
+    "core/simulated_device": ("engine/test_recording.py", "engine/test_simulation.py"), "core": QUEUE,
+    "api/sessions": ("engine/test_sessions.py",), "api/streams": ("engine/test_api_streams.py",),
+    "eval": ("eval/test_journal.py", "eval/test_rerun.py"),
+    "engine/readout": ("engine/test_api_results.py", "engine/test_text_engine.py", "engine/test_speculation.py"),
+    "engine": ("engine/test_ends.py", "engine/test_engine.py", "engine/test_lifecycle.py"),
+    "speculative": DRAFTS,
+}  # fmt: skip
+ALONE = ("eval", "core/recording", "core/sampling", "core/parameter", "core/foreign", "core/plain", "core/scalars")
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 OPERATE = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add}
-BUDGET = 10.0  # seconds that the tests of one mutant take in all, without it; the longest are left out
-OFTEN = 64  # calls of a function in one test, beyond which its lines are seldom looked at
-HANGS = 6  # seconds of processor time, beyond ten times what a test takes without a mutant
+HANGS = 150  # seconds of processor time of the schedules of one mutant, or of its tests; it may wait, too
+CAUGHT = {1: "by tests", 2: "by schedules"}  # by the status of a child; another one: it hangs, or ends the process
 
 
 class Mutant(NamedTuple):
-    """`lines` of the source as it is that tests must run to see it; `code` of the whole file."""
+    """`code` of the whole file."""
 
     file: str  # relative to the package
     line: int
     what: str
-    lines: frozenset[int]
     code: CodeType
 
 
@@ -130,8 +141,7 @@ def planted(path: Path, tree: ast.Module, node: Any, what: str, new: ast.AST) ->
     changed = Replace(node, new).visit(tree)
     code = compile(ast.fix_missing_locations(changed), str(path), "exec")
     Replace(new, node).visit(tree)
-    last: Any = node.test.end_lineno if isinstance(node, (ast.If, ast.While)) else node.end_lineno
-    return Mutant(str(path.relative_to(PACKAGE)), node.lineno, what, frozenset(range(node.lineno, last + 1)), code)
+    return Mutant(str(path.relative_to(PACKAGE)), node.lineno, what, code)
 
 
 def by_hand(faults: list[dict[str, str]]) -> Iterator[Mutant]:
@@ -143,10 +153,9 @@ def by_hand(faults: list[dict[str, str]]) -> Iterator[Mutant]:
             print(f"left out, its text is not found once: {fault['name']}", flush=True)
             continue
         text = source.replace(fault["old"], fault["new"])
-        blocks = SequenceMatcher(None, before := source.splitlines(), text.splitlines(), False).get_opcodes()
-        changed = [range(a + 1, max(b, a + 1) + 1) for tag, a, b, _, _ in blocks if tag != "equal"]
-        lines = {line for block in changed for line in block if line <= len(before)}
-        yield Mutant(fault["file"], min(lines), fault["name"], frozenset(lines), compile(text, str(path), "exec"))
+        blocks = SequenceMatcher(None, source.splitlines(), text.splitlines(), False).get_opcodes()
+        line = next(a + 1 for tag, a, *_ in blocks if tag != "equal")
+        yield Mutant(fault["file"], line, fault["name"], compile(text, str(path), "exec"))
 
 
 def functions_of(code: CodeType) -> Iterator[CodeType]:
@@ -197,194 +206,150 @@ def wait() -> tuple[int, int, float]:
     return pid, os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
 
 
-class Lines:
-    """Which lines of some files run, in any thread. Modifies: itself."""
-
-    def __init__(self, paths: set[str]) -> None:
-        self.paths = paths
-        self.found: dict[CodeType, set[int]] = {}
-        self.most: dict[CodeType, int] = {}
-        self.calls = Counter[CodeType]()
-
-    def take(self) -> dict[str, list[int]]:
-        """Those since the last time."""
-        found, self.found, by_file = self.found, {}, defaultdict[str, set[int]](set)
-        self.calls.clear()
-        for code, lines in found.items():
-            by_file[os.path.relpath(code.co_filename, PACKAGE)] |= lines
-        return {file: sorted(lines) for file, lines in by_file.items()}
-
-    def trace(self, frame: Any, event: str, _: Any) -> Any:
-        code = frame.f_code
-        if code.co_filename not in self.paths:
-            return None
-        self.calls[code] = count = self.calls[code] + 1
-        if count > OFTEN and count & (count - 1):  # a look now and then
-            return None
-        if (most := self.most.get(code)) is None:
-            most = self.most[code] = len({line for _, _, line in code.co_lines() if line is not None})
-        lines = self.found.setdefault(code, set())
-        lines.add(frame.f_lineno)
-        return None if len(lines) == most else self._line
-
-    def _line(self, frame: Any, event: str, _: Any) -> Any:
-        self.found.setdefault(frame.f_code, set()).add(frame.f_lineno)
-        return self._line
+def beside(file: str) -> tuple[str, ...]:
+    return next(tests for start, tests in BESIDE.items() if file.startswith(start))
 
 
-class Judge:
-    """Plugin of pytest: instead of running the tests once it runs them for each mutant."""
+def limit() -> None:
+    """What runs too long from here on ends this process."""
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + HANGS, resource.RLIM_INFINITY))
+    signal.alarm(5 * HANGS)
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.failed = options, False
-        self.tests: dict[str, Any] = {}  # by id: seconds and lines
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.failed = self.failed or report.failed
+def judge(file: str, mutant: Mutant | None, living: dict[tuple[str, str], list[FunctionType]], schedules: int) -> int:
+    """In a child: one of CAUGHT, or 0 if nothing fails with this mutant of a file, or with none."""
+    if mutant is not None:
+        plant(mutant, living)
+    limit()
+    if not file.startswith(ALONE):
+        from simulated_plan import plan_of  # type: ignore[import-not-found]
+        from simulated_run import violation  # type: ignore[import-not-found]
 
-    def passes(self, item: pytest.Item, after: pytest.Item | None) -> bool:
-        self.failed = False
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
-        return not self.failed
+        if any(violation(plan_of(seed)) for seed in range(schedules)):
+            return 2
+    tests = beside(file)
+    plugins = ["no:cacheprovider", "no:timeout", "no:xdist", "no:warnings"]
+    limit()
+    return int(pytest.main(["-qx", *(f"-p{name}" for name in plugins), *(f"tests/{name}" for name in tests)]) != 0)
 
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        options, paths = self.options, {path for pattern in self.options.files for path in PACKAGE.glob(pattern)}
-        for path in sorted(paths):
-            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        if options.planted:
-            chosen = list(by_hand(json.loads(options.planted.read_text())))
-            paths, possible = {PACKAGE / mutant.file for mutant in chosen}, len(chosen)
-        else:
-            everything = [(path, *found) for path in sorted(paths) for found in mutants_of(path)]
-            sample = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
-            chosen, possible = [planted(*one) for one in sample], len(everything)
-        self.items = {item.nodeid: item for item in session.items}
-        self.tests = self._traced(paths)
-        print(f"{len(self.tests)} tests, {len(chosen)} mutants", flush=True)
-        results, going, until = Results(options, possible), {}, time.monotonic() + 60 * options.minutes
-        self.living = defaultdict[tuple[str, str], list[FunctionType]](list)
-        for found in gc.get_objects():
-            if type(found) is FunctionType and found.__code__.co_filename.startswith(str(PACKAGE)):
-                self.living[found.__code__.co_filename, found.__code__.co_qualname].append(found)
-        for mutant in chosen:
-            if time.monotonic() > until:
-                break
-            if len(going) == options.jobs:
-                results.take(going, *wait())
-            going[fork(lambda mutant=mutant: self._judge(mutant))] = mutant
-        while going:
-            results.take(going, *wait())
-        print(f"{results.caught} of {len(results.found)} mutants caught, of {possible} possible ones")
-        return True
 
-    def _traced(self, paths: set[Path]) -> dict[str, Any]:
-        """Each test that passes: its seconds, and its lines by file. One that hangs under the tracer is left out."""
-        path = self.options.map or Path(tempfile.mkdtemp()) / "map.jsonl"
-        items = list(self.items.values())
-        while (done := len(path.read_text().splitlines()) if path.exists() else 0) < len(items):
-            fork(lambda done=done: self._trace({str(path) for path in paths}, items[done:], path))
-            if wait()[1]:
-                with path.open("a") as file:
-                    print("null", file=file)
-        told = map(json.loads, path.read_text().splitlines())
-        return {test["name"]: test for test in told if test is not None and test["name"] in self.items}
-
-    def _trace(self, paths: set[str], items: list[pytest.Item], map_file: Path) -> int:
-        """In a child: writes what each test runs. An exception thrown into a thread may hit its tracer, and be lost:
-        what waits for it ends the child."""
-        lines = Lines(paths)
-        with map_file.open("a", buffering=1) as file:
-            for item, after in zip(items, [*items[1:], None], strict=True):
-                began = time.process_time()
-                signal.alarm(60)
-                threading.settrace(lines.trace)
-                sys.settrace(lines.trace)
-                passed = self.passes(item, after)
-                sys.settrace(None)
-                told = {"name": item.nodeid, "seconds": time.process_time() - began, "lines": lines.take()}
-                print(json.dumps(told if passed else None), file=file)
-        return 0
-
-    def _judge(self, mutant: Mutant) -> int:
-        """In a child: 1 if a test fails with this mutant, 2 if none runs its lines, 0 if all pass."""
-        plant(mutant, self.living)
-        seeing = [
-            name for name, test in self.tests.items() if not mutant.lines.isdisjoint(test["lines"].get(mutant.file, ()))
-        ]
-        seeing.sort(key=lambda name: ("engine/test_simulation" not in name, self.tests[name]["seconds"]))
-        spent, chosen = 0.0, []
-        for name in seeing:
-            spent += self.tests[name]["seconds"]
-            if spent < BUDGET:
-                chosen.append(name)
-        for name, after in zip(chosen, [*chosen[1:], None], strict=True):
-            limit = 10 * self.tests[name]["seconds"] + HANGS
-            used = time.process_time()
-            resource.setrlimit(resource.RLIMIT_CPU, (int(used + limit) + 1, resource.RLIM_INFINITY))
-            signal.alarm(int(5 * limit))  # it may wait, too
-            if not self.passes(self.items[name], self.items.get(after or "")):
-                return 1
-        return 0 if chosen else 2
+# -- results -----------------------------------------------------------------------------------------------------------
 
 
 class Results:
-    """What became of each mutant; written after each."""
+    """What became of each mutant; written after each. Modifies: itself, the JSON file."""
 
     def __init__(self, options: argparse.Namespace, possible: int) -> None:
-        self.path, self.possible, self.seed = options.json, possible, options.seed
-        self.found: list[dict[str, Any]] = []
-        before = json.loads(self.path.read_text())["survivors"] if self.path and self.path.exists() else []
-        self.reasons = {(m["file"], m["what"], m["source"]): m["reason"] for m in before}
+        self.path, self.again = options.json, options.again
+        known = json.loads(self.path.read_text()) if self.path and self.path.exists() else {}
+        self.samples: list[dict[str, Any]] = known.get("samples", [])
+        self.survivors: list[dict[str, Any]] = known.get("survivors", [])
+        self.sample = {"seed": options.seed, "possible": possible, "mutants": 0, "caught": 0, "cpu_seconds": 0.0,
+                       "environment": environment()}  # fmt: skip
+        if options.again:
+            for one in self.survivors:
+                one["now"] = "equivalent" if one["reason"].startswith("equivalent") else "gone"  # until it is judged
+        else:
+            self.samples.append(self.sample)
 
-    @property
-    def caught(self) -> int:
-        return sum(one["caught"] for one in self.found)
-
-    def take(self, going: dict[int, Mutant], pid: int, status: int, seconds: float) -> None:
-        mutant = going.pop(pid)
-        line = (PACKAGE / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
-        verdict = {0: "SURVIVES", 2: "NOT RUN "}.get(status, "caught  ")
-        print(f"{verdict} {seconds:5.1f} s {mutant.file}:{mutant.line} {mutant.what}: {line}", flush=True)
-        self.found.append({"file": mutant.file, "line": mutant.line, "what": mutant.what, "source": line,
-                           "caught": status not in (0, 2), "seconds": seconds})  # fmt: skip
+    def take(self, mutant: Mutant, status: int, seconds: float) -> None:
+        line = line_of(mutant.file, mutant.line)
+        verdict = CAUGHT.get(status, "hangs") if status else "SURVIVES"
+        print(f"{verdict:12} {seconds:5.1f} s {mutant.file}:{mutant.line} {mutant.what}: {line}", flush=True)
+        if self.again:
+            for one in self.survivors:
+                if key_of(one) == (mutant.file, mutant.what, line) and one["now"] not in ("equivalent", "survives"):
+                    one |= {"now": "caught" if status else "survives", "line": mutant.line}
+        else:
+            self.sample["mutants"] += 1
+            self.sample["caught"] += status != 0
+            self.sample["cpu_seconds"] = round(self.sample["cpu_seconds"] + seconds, 1)
+            if not status:
+                self.survivors.append({"file": mutant.file, "line": mutant.line, "what": mutant.what, "source": line,
+                                       "seed": self.sample["seed"], "now": "survives", "reason": ""})  # fmt: skip
         if self.path is not None:
-            self.path.write_text(json.dumps(self._summary(), indent=1) + "\n")
+            self.path.write_text(json.dumps(self.told(), indent=1) + "\n")
 
-    def _summary(self) -> dict[str, Any]:
-        files = sorted({one["file"] for one in self.found})
-        by_file = {name: [one["caught"] for one in self.found if one["file"] == name] for name in files}
-        survivors = [{key: one[key] for key in ("file", "line", "what", "source")} for one in self.found
-                     if not one["caught"]]  # fmt: skip
-        for one in survivors:
-            one["reason"] = self.reasons.get((one["file"], one["what"], one["source"]), "")
-        return {
-            "environment": environment(),
-            "seed": self.seed, "possible": self.possible, "mutants": len(self.found), "caught": self.caught,
-            "cpu_seconds": round(sum(one["seconds"] for one in self.found)),
-            "by_file": {name: f"{sum(seen)} of {len(seen)}" for name, seen in by_file.items()},
-            "survivors": survivors,
-        }  # fmt: skip
+    def told(self) -> dict[str, Any]:
+        judged = sum(sample["mutants"] for sample in self.samples)
+        now = {name: sum(one["now"] == name for one in self.survivors)
+               for name in ("caught", "equivalent", "gone", "survives")}  # fmt: skip
+        count = judged - now["equivalent"] - now["gone"]
+        caught = count - now["survives"]
+        told = {
+            "judged": judged,
+            "caught": caught,
+            "of_these_later": now["caught"],
+            "equivalent": now["equivalent"],
+            "gone": now["gone"],
+            "survive": now["survives"],
+            "percent_caught": round(100 * caught / (count or 1), 1),
+        }
+        return told | {"samples": self.samples, "survivors": self.survivors}
+
+
+def line_of(file: str, line: int) -> str:
+    return (PACKAGE / file).read_text().splitlines()[line - 1].strip()
+
+
+def key_of(one: dict[str, Any]) -> tuple[str, str, str]:
+    return one["file"], one["what"], one["source"]
+
+
+def chosen(options: argparse.Namespace) -> tuple[list[Mutant], int]:
+    """The mutants to judge, and how many there could be."""
+    if options.planted:
+        found = list(by_hand(json.loads(options.planted.read_text())))
+        return found, len(found)
+    paths = sorted({path for pattern in options.files for path in PACKAGE.glob(pattern)})
+    everything = [(path, *found) for path in paths for found in mutants_of(path)]
+    if not options.again:
+        sample = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
+        return [planted(*one) for one in sample], len(everything)
+    known = json.loads(options.json.read_text())["survivors"]
+    keys = {key_of(one) for one in known if not one["reason"].startswith("equivalent")}
+    places = [(str(path.relative_to(PACKAGE)), node, what) for path, _, node, what, _ in everything]
+    again = [(file, what, line_of(file, node.lineno)) in keys for file, node, what in places]  # type: ignore[attr-defined]
+    return [planted(*one) for one, wanted in zip(everything, again, strict=True) if wanted], len(everything)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", nargs="+", default=FILES, help="patterns in fengine/")
-    parser.add_argument("--tests", nargs="+", default=LANES, help="in tests/")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--schedules", type=int, default=1000, help="simulated ones; 0: tests alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no more are begun after so long")
+    parser.add_argument("--again", action="store_true", help="those of the JSON file that survived")
     parser.add_argument("--planted", type=Path, help="faults by hand, in place of those that are made")
-    parser.add_argument("--map", type=Path, help="which test runs which lines: written, or read if it is there")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    mutants, possible = chosen(options)
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    importlib.import_module("simulated_run")
+    for path in sorted({path for pattern in FILES for path in PACKAGE.glob(pattern)}):
+        importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    living = defaultdict[tuple[str, str], list[FunctionType]](list)
+    for found in gc.get_objects():
+        if type(found) is FunctionType and found.__code__.co_filename.startswith(str(PACKAGE)):
+            living[found.__code__.co_filename, found.__code__.co_qualname].append(found)
+    results, going, until = Results(options, possible), dict[int, Mutant](), time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
         os.chdir(ROOT)
-        sys.path.insert(0, str(ROOT))
-        given = [str(path) for name in options.tests for path in sorted(Path("tests").glob(name))]
-        plugins = ["no:cacheprovider", "no:timeout", "no:xdist", "no:warnings"]
-        pytest.main([*(f"-p{name}" for name in plugins), "-qs", *given], plugins=[Judge(options)])
+        for file in {beside(mutant.file): mutant.file for mutant in mutants}.values():
+            fork(lambda file=file: judge(file, None, living, 0))
+            if wait()[1]:
+                sys.exit(f"{', '.join(beside(file))}: some of these fail without a mutant")
+        for mutant in (*mutants, None):
+            while going and (mutant is None or len(going) == options.jobs):
+                pid, status, seconds = wait()
+                results.take(going.pop(pid), status, seconds)
+            if mutant is not None and time.monotonic() < until:
+                going[fork(lambda mutant=mutant: judge(mutant.file, mutant, living, options.schedules))] = mutant
+    told = results.told()
+    print(*(f"{name} {value}" for name, value in told.items() if type(value) in (int, float)), sep=", ")
 
 
 if __name__ == "__main__":
