@@ -12,6 +12,7 @@ from fengine.core.running import is_lockstep, prefix_limit
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.speculation import FEW, Ask
+from fengine.core.window_pages import WindowPages
 from fengine.errors import CapacityError, InvariantError, QueueFullError
 
 
@@ -76,6 +77,7 @@ class Checks:
         sits = {r for r in rows.decoding if r.num_pending and is_lockstep(r)}
         flying, draining = bool(self.scheduler._in_flight), bool(rows.draining)
         waits = flying and self._pays(rows.decoding)
+        alone = not rows.num_running
         output = self._schedule()
         victims = [request for request in ran if request.row is None]
         self._check_blocked()
@@ -90,11 +92,13 @@ class Checks:
                 raise InvariantError(f"{[r.rid for r in ran]} run, and nothing is planned")
             return None
         planned = list(output.requests)
+        if waits:
+            raise InvariantError("a step is planned though its rows wait for the tokens of the one in flight")
         if sorted(output.preempted) != sorted(request.rid for request in victims):
             raise InvariantError(f"told to be preempted: {output.preempted}, not {[r.rid for r in victims]}")
         self._check_budget(output)
         self._check_progress(ran, sits, planned, bool(victims), sum(output.counts))
-        self._check_admitted(output, planned, waiting, ran)
+        self._check_admitted(output, planned, waiting, alone)
         self._check_drafts(output, planned)
         self._check_asks(output, planned)
         self.computed += sum(output.counts)
@@ -131,6 +135,13 @@ class Checks:
         nodes = [] if cache is None else cache._longest(request.token_ids, count * self.rows.page_size, request.salts)
         return sum(self.rows.pool.num_holders(node.page) == 1 for node in nodes)
 
+    def _spare_windows(self, pool: WindowPages) -> int:
+        """Window pages beyond one for each row, and what running prompts will take at once."""
+        rows, windows = self.rows, pool.windows
+        most = -(-(windows.window + windows.grain) // rows.page_size) + 3 + windows.step_tokens // rows.page_size
+        due = sum(min(-(-len(r.token_ids) // rows.page_size) - len(r.pages), most) for r in rows.prompting)
+        return pool.num_windows - rows.num_running - due
+
     def _spare(self) -> int:
         """Pages beyond one for each row, and what running prompts will take."""
         rows = self.rows
@@ -159,13 +170,17 @@ class Checks:
                 raise InvariantError(f"{request.rid!r} sits out for no reason")
 
     def _check_admitted(
-        self, output: SchedulerOutput, planned: list[Request], waiting: list[Request], ran: list[Request]
+        self, output: SchedulerOutput, planned: list[Request], waiting: list[Request], alone: bool
     ) -> None:
         """Who was admitted was next; what was cached of it is told as at its first admission."""
         starts = dict(zip(planned, output.starts, strict=True))
         new = [request for request in waiting if request.row is not None]
         if new and not self.rows.pool.windowed and self._spare() < -1:
             raise InvariantError(f"{new[-1].rid!r} is admitted, and others lack {-self._spare()} pages")
+        if new and not alone and not output.drafts and isinstance(self.rows.pool, WindowPages):
+            chunk = -(-output.counts[planned.index(new[-1])] // self.rows.page_size) + 1
+            if (left := self._spare_windows(self.rows.pool)) < -1 - chunk:
+                raise InvariantError(f"{new[-1].rid!r} is admitted, and others lack {-left} window pages")
         self.hits += sum(starts[request] for request in new)
         if self.rows.num_hit_tokens != self.hits:
             raise InvariantError(f"{self.hits} tokens were hit, counted otherwise")
@@ -192,6 +207,8 @@ class Checks:
                 raise InvariantError(f"{request.rid!r} has {len(draft)} drafts behind {output.counts[index]} tokens")
             if start < request.prompt_len or start + output.counts[index] >= request.full:
                 raise InvariantError(f"{request.rid!r} has drafts up to its end, or in its prompt")
+            if request.window_start < rows.pool.window_start(start):
+                raise InvariantError(f"{request.rid!r} keeps window pages that it does not reach, and has drafts")
             paged = paged or len(request.pages) > -(-request.num_computed // rows.page_size)
         if paged and self._spare() < 0:
             raise InvariantError("drafts have pages that are due to others")

@@ -218,6 +218,10 @@ def beside(world: World, event: Event, rid: str, sid: str | None, job: Job, cont
         world.context(event), [world.request(rid, job, prompt)], {rid: first}, True, stream=True, loop=None
     )
     state = collector.states[0]
+    if job.seed == 0:  # who goes away may come again at once
+        collector.abort()
+        world.sessions.prepare({"id": sid}, ids, "nobody", None)
+        return first.aborted
     if parent := next(reversed(contexts), None):
         return all_replaced(world, event, f"{rid}3", {"id": sid, "rid": parent}, job, state)
     with suppress(SessionError):
@@ -293,6 +297,12 @@ def abort(world: World, event: Event) -> None:
 
 
 def abort_all(world: World, event: Event) -> None:
+    states = list(world.core.requests.states.values())
+    end_all(world)
+    check_ended(world, states)
+
+
+def end_all(world: World) -> None:
     world.aborted |= world.jobs.keys()
     world.core.abort_rids(None)
     world.aborted |= world.jobs.keys()  # those that came before the loop read it
@@ -329,6 +339,8 @@ def weights(world: World, event: Event) -> None:
 def memory(world: World, event: Event) -> None:
     world.excused.add(MemoryReleasedError)
     parts: Any = [("kv_cache",), ("weights",)] if event.what == "parts" else [event.what]
+    if event.name % 4 == 0:  # a step may still be in flight
+        end_all(world)
     for tags in parts:
         world.memory.release(tags)
     if event.pace:

@@ -582,8 +582,13 @@ class World:
         if self.scheduler.has_work or self.scheduler.counters()["used_pages"] or self.core.stepper.pending:
             raise Violation("an idle engine holds pages")
         self.sessions._expire()
-        if any(session.running for session in self.sessions._sessions.values()):
-            raise Violation("a turn runs for ever")
+        for session in self.sessions._sessions.values():
+            if session.running:
+                raise Violation("a turn runs for ever")
+            if any(
+                session.turns.get(child.rid) is not child for turn in session.turns.values() for child in turn.children
+            ):
+                raise Violation("a session keeps a turn that was replaced")
         if self.device.rows:
             raise Violation("the device keeps rows of requests that have ended")
 

@@ -225,7 +225,7 @@ class Sessions:
             )
         if params.replace:
             if turn.output is None:
-                return turn.parent, tuple(turn.with_below())
+                return turn.parent, (turn,)  # nothing continues it
             return turn, tuple(below for child in turn.children for below in child.with_below())
         if turn.aborted:
             before = "nothing" if turn.parent is None else f"turn {turn.parent.rid!r}"
@@ -258,8 +258,6 @@ class Sessions:
         session = self._sessions[turn.session_id]
         if session.turns.get(turn.rid) is turn:
             del session.turns[turn.rid]
-            if turn.running:
-                session.running.remove(turn)
             if turn.parent is not None:
                 turn.parent.children.remove(turn)
 

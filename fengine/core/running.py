@@ -209,7 +209,7 @@ class Rows:
         self._take_out(request)
         self.grown.pop(request, None)
         request.row, request.adapter_slot, request.pages, request.num_computed = None, None, [], 0
-        request.reached, request.window_start = None, 0
+        request.reached = None
         if request.drafting is not None:
             request.drafting.memo = None  # as large as the tokens
 
