@@ -16,6 +16,7 @@ from torch import Tensor
 from fengine.errors import AdapterError, ModelLoadError, UnsupportedFormatError
 from fengine.lora.layout import Module, Site, Update, all_finite, rest
 from fengine.lora.peft_config import CONFIG, PeftConfig, parse_config, read_config
+from fengine.worker.checkpoint_checks import listed
 from fengine.worker.safetensors_file import DTYPES, listing, open_file, read_header, read_tensor
 
 WEIGHTS = "adapter_model.safetensors"
@@ -136,8 +137,7 @@ def collect(
     if not problems:
         problems = _mismatches(config, config.targeted(list(modules)), names, shapes, limits)
     if problems:
-        shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
-        raise AdapterError(f"{what} does not fit this model or its config:\n  " + "\n  ".join(shown))
+        raise AdapterError(f"{what} does not fit this model or its config:{listed(problems)}")
     updates = {}
     for module in dict.fromkeys(module for module, _ in names):
         pair = {names[module, side]: read(names[module, side]) for side in "AB"}

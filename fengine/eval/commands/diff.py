@@ -10,6 +10,7 @@ from fengine.eval.cli import command
 from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.view import count, place, say
 from fengine.eval.runs.compare import Comparison, compare, edges, row_lines
+from fengine.eval.runs.manifest import listed
 from fengine.eval.runs.records import Records, causes, pairs_of, runs_of
 
 USAGE = """
@@ -135,6 +136,4 @@ def _causes(a: Records, b: Records, found: Comparison) -> list[str]:
     keys = causes(a, b)
     if not keys and not found.same:
         return ["manifests: the runs depend on the same things, so that their records should be the same"]
-    head = ["manifests: what differs in what the runs depend on (A → B)"] if keys else []
-    more = [f"   and {len(keys) - 20} more"] if len(keys) > 20 else []
-    return head + [f"   {key}" for key in keys[:20]] + more
+    return ["manifests: what differs in what the runs depend on (A → B)", listed(keys)] if keys else []

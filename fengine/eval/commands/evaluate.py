@@ -7,8 +7,6 @@ Exit codes: 0 all rows good; 1 rows failed, or the run could not go on (the engi
 errors); 2 usage, configuration, input, or a folder of another run; 130 interrupted; 143 terminated.
 """
 
-import hashlib
-import inspect
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -41,7 +39,7 @@ from fengine.eval.runs.config import (
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import index_rows
 from fengine.eval.runs.output import BatchExport, Export
-from fengine.eval.runs.provenance import has_chat_template, local_directory, takes_images
+from fengine.eval.runs.provenance import has_chat_template, local_directory, source_digest, takes_images
 from fengine.eval.runs.run import Ended, open_run, render_of, run_point
 from fengine.eval.runs.sweep import Work, guarded, how_to_go_on, run_sweep
 from fengine.eval.tasks import drawn
@@ -283,21 +281,12 @@ def _run(task: Task, engine: Any, point: Point) -> tuple[int, dict[str, Any] | N
     screen, rows = view.choose(point.config.view), index_rows(task)
     with RunFolder(point.directory) as folder:
         what = manifest.identity(point.config, task, rows)
-        what["task"]["source_sha256"] = source_digest(task)
+        what["task"]["source_sha256"] = source_digest(task.task if isinstance(task, Judged) else task)
         run = open_run(folder, point, what, rows, Path.cwd(), screen)
         if not run.table.left:
             return *run.end(task, screen, [], 0.0), run.record
         run.check_engine(engine)
         return *run.compute(engine, task, screen, ["evaluate"]), run.record
-
-
-def source_digest(task: Task) -> str | None:
-    """SHA-256 of the source of a task's class; None where there is none, as in a prompt of Python."""
-    try:
-        own = task.task if isinstance(task, Judged) else task
-        return hashlib.sha256(inspect.getsource(type(own)).encode()).hexdigest()
-    except (OSError, TypeError):
-        return None
 
 
 if __name__ == "__main__":

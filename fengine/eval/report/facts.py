@@ -28,7 +28,7 @@ EXACT = 2**53  # above it a number of JavaScript is not exact
 def overview(records: Records, counts: dict[str, int], score: str | None) -> dict[str, Any]:
     """The run without its rows; `counts` of each kind of them, `score` that says right or wrong."""
     identity, manifest, notes = records.identity, records.manifest, list(records.notes)
-    metrics, verify = (_object(records.folder / name, notes) for name in (METRICS, "verify.json"))
+    metrics, verify = (object_in(records.folder / name, notes) for name in (METRICS, "verify.json"))
     if metrics is None and records.result:
         notes.append(f"{METRICS} is missing")
     totals = ("prompt_tokens", "completion_tokens", "row_seconds", "outputs_sha256")
@@ -101,12 +101,13 @@ def commands(manifest: dict[str, Any], folder: Path) -> list[list[str]]:
     return [[what, cut(command, 4000)] for what, command in found]
 
 
-def _object(path: Path, notes: list[str]) -> dict[str, Any] | None:
-    """None if there is no such file, or if it is damaged, which is noted."""
+def object_in(path: Path, notes: list[str] | None = None) -> dict[str, Any] | None:
+    """A file's object; None if there is no such file, or if it is damaged, which is noted. Modifies: notes."""
     try:
         return read_object(path)
     except StorageError as error:
-        notes.append(str(error))
+        if notes is not None:
+            notes.append(str(error))
         return None
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from fengine.errors import FengineError
 from fengine.eval.cli.view import place
-from fengine.eval.report.facts import cut, figures, number, scalar, told
+from fengine.eval.report.facts import cut, figures, number, object_in, scalar, told
 from fengine.eval.report.rows import RowKinds, row_kinds
-from fengine.eval.runs.folder import read_object
 from fengine.eval.runs.index import id_key
 from fengine.eval.runs.record import METRICS
 from fengine.eval.runs.records import Records
@@ -107,7 +106,7 @@ def _overview(point: SweptRun, keys: Sequence[str], names: dict[str, str]) -> di
         "finished": point.finished,
         "rows": point.rows,
         "counts": point.seen.counts(),
-        "metrics": figures(_metrics(point.folder)) if point.problem is None else [],
+        "metrics": figures(object_in(point.folder / METRICS)) if point.problem is None else [],
         "notes": point.notes,
     }
 
@@ -204,11 +203,3 @@ def _grid(points: Sequence[SweptRun]) -> list[dict[str, Any]]:
             shown = {"points": places, "kinds": digits, "rows": len(first.seen.kinds), "task": _task_name(first)}
             grids.append(shown)
     return grids
-
-
-def _metrics(folder: Path) -> Any:
-    """The object in a run's metrics.json; None if there is none that can be read."""
-    try:
-        return read_object(folder / METRICS)
-    except FengineError:
-        return None

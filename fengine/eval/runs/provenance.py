@@ -5,12 +5,14 @@ A fact about the place that cannot be had is null; none of these raises. No torc
 
 import functools
 import hashlib
+import inspect
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import fengine
 from fengine.config import LoraConfig, ModelConfig
 from fengine.config.schema import PACKAGED
 from fengine.errors import CacheSecurityError, ConfigError, StorageError
+from fengine.eval.runs.folder import write_file
 from fengine.ops.compiler import private_cache_dir
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
@@ -37,6 +40,14 @@ def code_digest() -> str:
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".c", ".h", ".cpp")):
         whole.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return whole.hexdigest()
+
+
+def source_digest(value: Any) -> str | None:
+    """SHA-256 of the source of a value's class; None where there is none, as in a prompt of Python."""
+    try:
+        return hashlib.sha256(inspect.getsource(type(value)).encode()).hexdigest()
+    except (OSError, TypeError):
+        return None
 
 
 # -- a model's files ---------------------------------------------------------------------------------------------------
@@ -130,12 +141,8 @@ class _DigestCache:
         """Where that fails, the files are read again next time."""
         if self._path is None or not self._new:
             return
-        partial = self._path.with_name(f".sha256-{os.getpid()}.tmp")
-        try:
-            partial.write_text(json.dumps(dict(list(self._known.items())[-10_000:])))
-            os.replace(partial, self._path)
-        except OSError:
-            return
+        with suppress(StorageError):
+            write_file(self._path, json.dumps(dict(list(self._known.items())[-10_000:])))
 
 
 # -- the place ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import yaml
 
 from fengine.config import EngineConfig
 from fengine.errors import EngineClosedError, EngineDeadError, StorageError
+from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED
 from fengine.eval.cli.engines import EngineCache, model_directory, report
 from fengine.eval.cli.schema import Point, nested
 from fengine.eval.cli.view import QuietView, count, duration, place
@@ -37,7 +38,6 @@ from fengine.eval.tasks.kinds import open_task
 from fengine.eval.tasks.task import Task
 from fengine.eval.tasks.task_config import base_directory
 
-OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 Ended = tuple[int, dict[str, Any] | None]  # exit code of a run, and its metrics.json if it has come to its end
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from fengine.errors import ConfigError, FengineError, ResumeMismatchError, StorageError
 from fengine.eval.cli import view
+from fengine.eval.cli.command import FAILED, INTERRUPTED, TERMINATED, USAGE
 from fengine.eval.cli.engines import EngineCache, report
 from fengine.eval.cli.recompose import launch
 from fengine.eval.cli.schema import BadPoint, Point, Schema
@@ -27,7 +28,6 @@ from fengine.eval.runs.folder import LOCK, RunFolder, read_object
 from fengine.eval.runs.record import METRICS
 from fengine.eval.tasks.statistics import mean
 
-FAILED, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 Job = Point | BadPoint
 Work = Callable[[Point, EngineCache, view.QuietView], tuple[int, Any]]  # one run -> its exit code, and its metrics
 SWEEP, TABLE, CSV, SCHEMA = "sweep.json", "sweep.md", "sweep.csv", 1
