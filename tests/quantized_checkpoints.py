@@ -32,6 +32,10 @@ def from_fragments(words: Tensor, scales: Tensor, group: int) -> tuple[np.ndarra
     """(codes [R, K], scales [R, G], zeros) of the layout of ops/fragments.py, one weight after another."""
     blocks, chunks = words.shape[:2]
     word, scale = words.numpy().view(np.uint32), scales.numpy().view(np.uint32)
+    if group == 32:  # where the bits of a word lie, told by its 32 codes' bits one by one
+        home = [6, 7, 8, 15, 0, 1, 2, 9, 10, 11, 12, 19, 4, 29, 30, 5]
+        home += [22, 23, 24, 31, 16, 17, 18, 25, 26, 27, 28, 3, 20, 13, 14, 21]
+        word = sum((word >> np.uint32(at) & np.uint32(1)) << np.uint32(bit) for bit, at in enumerate(home))
     row, col = np.arange(blocks * 64)[:, None], np.arange(chunks * 64)[None, :]
     block, warp, eight, line = row // 64, row // 16 % 4, row // 8 % 2, row % 8
     chunk, half, step, k3 = col // 64, col // 32 % 2, col // 16 % 2, col // 8 % 2

@@ -7,21 +7,12 @@ from torch import Tensor
 
 from fengine.ops import experts_hopper, fragments, quantized_hopper
 from fengine.ops import experts_kernels as kernels
-from fengine.ops import experts_routing as routing
 from fengine.ops.ahead import launcher
+from fengine.ops.experts_routing import Routed, Routing, lists_of, power, routed, tiled
 from fengine.ops.experts_schedules import REFERENCE, FewBits, Schedule, Tiles, schedules, tiles_at_most
 from fengine.ops.fragments import Fragments
 from fengine.ops.proof import proved, random_rows, same_bits
 from fengine.ops.registration import MIDDLE, dependent_launch, plain, shared_memory, triton
-
-
-class Routing(NamedTuple):
-    """How a token chooses its experts and weighs them; the fields stand in experts.py."""
-
-    top_k: int
-    renormalise: bool = True
-    sigmoid: bool = False
-    scale: float = 1.0
 
 
 class Weights(NamedTuple):
@@ -93,95 +84,87 @@ def few(call: Call, s: Schedule) -> Tensor:
     launcher(kernels.few_gate_kernel, (t * a * triton.cdiv(f, s.gate.block_n),))(
         call.logits_TE, w.correction, x_TD, w.gate_up, w.gate_up_bias, h_PF, e, f, d, call.limit, a, r.sigmoid,
         w.correction is not None, w.gate_up_bias is not None, call.limit > 0, *s.gate[:4], d % s.gate.block_k == 0,
-        _power(e), **_options(x_TD, s.gate, 2), **dependent_launch(device, MIDDLE)
+        power(e), **_options(x_TD, s.gate, 2), **dependent_launch(device, MIDDLE)
     )  # fmt: skip
     launcher(kernels.few_down_kernel, (t * triton.cdiv(d, s.down.block_n),))(
         call.logits_TE, w.correction, h_PF, w.down, w.down_bias, call.shared_TD, call.gate_T1, y_TD, e, d, f, r.scale,
-        a, _power(a), r.renormalise, r.sigmoid, w.correction is not None, w.down_bias is not None,
-        call.shared_TD is not None, call.gate_T1 is not None, *s.down[:3], f % s.down.block_k == 0, _power(e),
-        **_options(x_TD, s.down, _power(a)), **dependent_launch(device)
+        a, power(a), r.renormalise, r.sigmoid, w.correction is not None, w.down_bias is not None,
+        call.shared_TD is not None, call.gate_T1 is not None, *s.down[:3], f % s.down.block_k == 0, power(e),
+        **_options(x_TD, s.down, power(a)), **dependent_launch(device)
     )  # fmt: skip
     return y_TD
 
 
 def many(call: Call, s: Schedule | FewBits) -> Tensor:
     """Lists of each expert's pairs, and products over them. Pure."""
-    t, e, a, f, d = call.sizes
-    x_TD, w, r, pdl = call.x_TD, call.weights, call.routing, dependent_launch(call.x_TD.device.index)
-    id_P, weight_P = x_TD.new_empty(t * a, dtype=torch.int32), x_TD.new_empty(t * a, dtype=torch.float32)
-    at_once = isinstance(s, FewBits) or s.kind == "hopper"  # adding to a count is faster than lists
-    rows_ET, index_P = id_P.new_empty(e, t), torch.empty_like(id_P)
-    count_E = id_P.new_zeros(e) if at_once else id_P.new_empty(e)
-    launcher(routing.route_kernel, (t,))(
-        call.logits_TE, w.correction, id_P, weight_P, rows_ET, count_E, index_P, t, e, a, r.renormalise, r.sigmoid,
-        w.correction is not None, r.scale, at_once, _power(e), num_warps=1, **pdl
-    )  # fmt: skip
-    base_E = torch.empty_like(count_E)
-    if at_once:
-        parts = _sorted(call, s, weight_P, rows_ET, count_E, base_E)
-    else:
-        launcher(routing.members_kernel, (e,))(
-            id_P, rows_ET, count_E, t, a, 1024 if t * a <= 8192 else 4096, num_warps=4, **pdl
-        )
-        h_PF, parts = x_TD, x_TD.new_empty(t * a, d)
-        assert isinstance(s, Schedule)
-        if w.gate_up is not None:
-            h_PF = x_TD.new_empty(t * a, f)
-            _grouped(call, s.gate, x_TD, w.gate_up, w.gate_up_bias, rows_ET, count_E, None, h_PF)
-        if w.down is None:
-            return h_PF
-        _grouped(call, s.down, h_PF, w.down, w.down_bias, rows_ET, count_E, weight_P, parts)
-    y_TD = x_TD.new_empty(t, d)
+    t, _, a, f, d = call.sizes
+    x_TD, w = call.x_TD, call.weights
+    if isinstance(s, FewBits):
+        return _combined(call, _few_bits(call, s), None)
+    found = routed(call.logits_TE, w.correction, call.routing, s.kind == "hopper")
+    if s.kind == "hopper":
+        return _combined(call, *_sorted(call, s, found))
+    h_PF, parts_PD = x_TD, x_TD.new_empty(t * a, d)
+    if w.gate_up is not None:
+        h_PF = x_TD.new_empty(t * a, f)
+        _grouped(call, s.gate, x_TD, w.gate_up, w.gate_up_bias, found, h_PF)
+    if w.down is None:
+        return h_PF
+    _grouped(call, s.down, h_PF, w.down, w.down_bias, found, parts_PD, weighted=True)
+    return _combined(call, parts_PD, None)
+
+
+def _combined(call: Call, parts: Tensor, places: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
+    """The sum of each token's parts, in order of pairs or where `places` (id_P, index_P, base_E) say. Pure."""
+    t, _, a, _, d = call.sizes
+    y_TD = call.x_TD.new_empty(t, d)
     launcher(kernels.combine_kernel, (t, triton.cdiv(d, 1024)))(
-        parts, id_P, index_P, base_E, call.shared_TD, call.gate_T1, y_TD, d, a, at_once, call.shared_TD is not None,
-        call.gate_T1 is not None, 1024,
-        num_warps=4, **pdl
+        parts, *(places or (None, None, None)), call.shared_TD, call.gate_T1, y_TD, d, a, places is not None,
+        call.shared_TD is not None, call.gate_T1 is not None, 1024,
+        num_warps=4, **dependent_launch(call.x_TD.device.index)
     )  # fmt: skip
     return y_TD
 
 
-def _grouped(call: Call, tiles: Tiles, x: Tensor, w: Tensor, bias: Tensor | None, rows_ET: Tensor, count_E: Tensor,
-             weight_P: Tensor | None, y: Tensor) -> None:  # fmt: skip
-    """One product over the lists: gated, or weighted where there are weights. Modifies: y."""
+def _grouped(call: Call, tiles: Tiles, x: Tensor, w: Tensor, bias: Tensor | None, found: Routed, y: Tensor,
+             weighted: bool = False) -> None:  # fmt: skip
+    """One product over the lists: gated, or times the weights. Modifies: y."""
     t, e, a, *_ = call.sizes
-    n, k, gated = y.shape[1], w.shape[2], weight_P is None
+    n, k = y.shape[1], w.shape[2]
     grid = (tiles_at_most(t * a, e, tiles.block_m) * triton.cdiv(n, tiles.block_n),)
     launcher(kernels.grouped_kernel, grid)(
-        x, w, bias, rows_ET, count_E, weight_P, y, t, e, n, k, call.limit, a, gated, bias is not None, call.limit > 0,
-        *tiles[:4], k % tiles.block_k == 0, _power(e), **_options(x, tiles, 1 + gated),
-        **dependent_launch(x.device.index)
+        x, w, bias, found.rows_ET, found.count_E, found.weight_P, y, t, e, n, k, call.limit, a, not weighted,
+        bias is not None, call.limit > 0, *tiles[:4], k % tiles.block_k == 0, power(e),
+        **_options(x, tiles, 2 - weighted), **dependent_launch(x.device.index)
     )  # fmt: skip
 
 
-def _sorted(call: Call, s: Schedule | FewBits, weight_P: Tensor, rows_ET: Tensor, count_E: Tensor,
-            base_E: Tensor) -> Tensor:  # fmt: skip
-    """Parts of the pairs: each expert's together, from base_E. Modifies: base_E."""
+def _sorted(call: Call, s: Schedule, found: Routed) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Parts of the pairs, each expert's together, and where they lie. Pure."""
     t, e, a, f, d = call.sizes
-    x_TD, w = call.x_TD, call.weights
+    x_TD, w, rows = call.x_TD, call.weights, experts_hopper.BM
     assert w.gate_up is not None and w.down is not None
-    rows = s.block_m if isinstance(s, FewBits) else experts_hopper.BM
-    tiles = tiles_at_most(t * a, e, rows)
-    tile_X2 = count_E.new_empty(tiles, 2)
-    h_XF, parts_XD = (x_TD.new_empty(tiles * rows, width) for width in (f, d))
-    launcher(routing.tiles_kernel, (tiles,))(
-        count_E, tile_X2, base_E, e, rows, _power(e), num_warps=1, **dependent_launch(x_TD.device.index)
-    )  # fmt: skip
-    if isinstance(s, FewBits):
-        assert w.gate_up_scale is not None and w.down_scale is not None
-        lists = quantized_hopper.Lists(rows_ET, count_E, tile_X2, weight_P, a)
-        gate_up, down = Fragments(w.gate_up, w.gate_up_scale), Fragments(w.down, w.down_scale)
-        quantized_hopper.launch(x_TD, gate_up, w.group, w.gate_up_bias, h_XF, s, lists, True, call.limit)
-        quantized_hopper.launch(h_XF, down, w.group, w.down_bias, parts_XD, s, lists)
-        return parts_XD
-    lists = (rows_ET, count_E, tile_X2, weight_P)
+    tile_X2, base_E = tiled(found.count_E, tiles_at_most(t * a, e, rows), rows)
+    h_XF, parts_XD = (x_TD.new_empty(len(tile_X2) * rows, width) for width in (f, d))
+    lists = (found.rows_ET, found.count_E, tile_X2, found.weight_P)
     for x, weight, bias, y, tile in ((x_TD, w.gate_up, w.gate_up_bias, h_XF, s.gate),
                                      (h_XF, w.down, w.down_bias, parts_XD, s.down)):  # fmt: skip
         experts_hopper.launch(x, weight, bias, *lists, y, a, call.limit, y is h_XF, tile.block_n, tile.stages)
-    return parts_XD
+    return parts_XD, (found.id_P, found.index_P, base_E)
 
 
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+def _few_bits(call: Call, s: FewBits) -> Tensor:
+    """Parts of the pairs, in their order. Pure."""
+    t, e, a, f, d = call.sizes
+    w, rows = call.weights, s.gate.block_m
+    tiles = tiles_at_most(t * a, e, rows)
+    lists = quantized_hopper.Lists(*lists_of(call.logits_TE, w.correction, call.routing, tiles, rows), a)
+    assert w.gate_up is not None and w.down is not None and w.gate_up_scale is not None and w.down_scale is not None
+    h_XF, parts_PD = call.x_TD.new_empty(tiles * rows, f), call.x_TD.new_empty(t * a, d)
+    gate_up, down = Fragments(w.gate_up, w.gate_up_scale), Fragments(w.down, w.down_scale)
+    quantized_hopper.launch(call.x_TD, gate_up, w.group, w.gate_up_bias, h_XF, s.gate, lists, True, call.limit)
+    quantized_hopper.launch(h_XF, down, w.group, w.down_bias, parts_PD, s.down, lists)
+    return parts_PD
 
 
 def _options(x: Tensor, tiles: Tiles, factor: int) -> dict[str, int]:

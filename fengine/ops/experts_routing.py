@@ -1,15 +1,48 @@
-"""Triton kernels that find who goes where in a mixture of experts: each token's experts, each expert's pairs, tiles.
+"""Who goes where in a mixture of experts: Triton kernels that find each token's experts, each expert's pairs, tiles.
 
 They compute the tree that experts.py states. A pair is one choice of one token: number t A + slot, where a token's
 slots are its experts by ascending id.
 """
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.registration import begin, tl, triton, wait
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from fengine.ops.ahead import launcher
+from fengine.ops.registration import begin, dependent_launch, tl, triton, wait
+
+AT_ONCE = 1 << 12  # pairs of a token and an expert, or of a tile and one, that one program looks at
 LEAST = tl.constexpr(-0x80000000)
 WHOLE = tl.constexpr(128)  # experts up to which all are compared with all at once
 CHUNK = tl.constexpr(32)  # experts of more that every expert is compared with at a time
+
+
+class Routing(NamedTuple):
+    """How a token chooses its experts and weighs them; the fields stand in experts.py."""
+
+    top_k: int
+    renormalise: bool = True
+    sigmoid: bool = False
+    scale: float = 1.0
+
+
+class Routed(NamedTuple):
+    """What route_kernel and members_kernel find."""
+
+    id_P: Tensor
+    weight_P: Tensor
+    rows_ET: Tensor
+    count_E: Tensor
+    index_P: Tensor  # of a pair among those of its expert
+
+
+@triton.jit
+def ordered(by):
+    """int32 in the order of float32: NaN first, -0 as +0."""
+    bits = tl.where(by == 0.0, 0.0, by).to(tl.int32, bitcast=True)
+    return tl.where(by != by, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
@@ -21,9 +54,16 @@ def scores(row_ptr, correction_ptr, id, E, SIGMOID: tl.constexpr, CORRECTED: tl.
         by = 1.0 / (1.0 + tl.exp(-logit))
     if CORRECTED:
         by += tl.load(correction_ptr + id, mask=id < E, other=0.0).to(tl.float32)
-    bits = tl.where(by == 0.0, 0.0, by).to(tl.int32, bitcast=True)
-    key = tl.where(by != by, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return logit, tl.where(id < E, key, LEAST)
+    return logit, tl.where(id < E, ordered(by), LEAST)
+
+
+@triton.jit
+def halved_sums(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] -> [ROWS, 1]: the sum of `halved_sum` for each row."""
+    if WIDTH > 1:
+        x = tl.sum(tl.reshape(x, (ROWS, 2, WIDTH // 2)), 1)
+        x = halved_sums(x, ROWS, WIDTH // 2)
+    return x
 
 
 @triton.jit
@@ -136,3 +176,101 @@ def tiles_kernel(count_ptr, tile_ptr, base_ptr, E, BM: tl.constexpr, BE: tl.cons
     tl.store(tile_ptr + tile * 2, expert)
     tl.store(tile_ptr + tile * 2 + 1, first)
     tl.store(base_ptr + expert, tile * BM, mask=(expert < E) & (first == 0))
+
+
+@triton.jit(do_not_specialize=["T", "TILES"])
+def lists_kernel(logits_ptr, correction_ptr, weight_ptr, rows_ptr, count_ptr, tile_ptr, T, E, TILES, A: tl.constexpr,
+                 RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, scale, BT: tl.constexpr,
+                 BE: tl.constexpr, BX: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """What route_kernel and tiles_kernel find, for few tokens at once: one program, nothing is zero before."""
+    begin(PDL)
+    wait(PDL)
+    token = tl.arange(0, BT)[:, None]
+    id = tl.arange(0, BE)[None, :]
+    logit = tl.load(logits_ptr + tl.minimum(token, T - 1) * E + id, mask=id < E, other=float("-inf"))
+    by = logit
+    if SIGMOID:
+        by = 1.0 / (1.0 + tl.exp(-logit))
+    if CORRECTED:
+        by += tl.load(correction_ptr + id, mask=id < E, other=0.0).to(tl.float32)
+    key = tl.where(id < E, ordered(by), LEAST)
+    selected = token < 0
+    for _ in tl.static_range(A):
+        left = (key == tl.max(tl.where(selected, LEAST, key), 1)[:, None]) & (id < E) & (selected == 0)
+        selected = selected | (id == tl.min(tl.where(left, id, BE), 1)[:, None])
+    slot = tl.where(selected, tl.cumsum(selected.to(tl.int32), 1) - 1, -1)
+    chosen = selected & (token < T)
+    pair = token * A + slot
+    index = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(rows_ptr + id.to(tl.int64) * T + index, pair, mask=chosen)
+    if SIGMOID:
+        weight = by if not CORRECTED else 1.0 / (1.0 + tl.exp(-logit))
+        if RENORMALISE:
+            weight = weight / (halved_sums(tl.where(selected, weight, 0.0), BT, BE) + 1e-20)
+    else:
+        weight = tl.exp(logit - tl.max(logit, 1)[:, None])
+        counted = selected if RENORMALISE else id < E
+        weight = weight / halved_sums(tl.where(counted, weight, 0.0), BT, BE)
+    tl.store(weight_ptr + pair, weight * scale, mask=chosen)
+    count = tl.sum(chosen.to(tl.int32), 0)
+    expert = tl.arange(0, BE)
+    tl.store(count_ptr + expert, count, mask=expert < E)
+    tiles = (count + BM - 1) // BM
+    ends = tl.cumsum(tiles, 0)
+    tile = tl.arange(0, BX)
+    before_it = ends[None, :] <= tile[:, None]
+    own = tl.sum(before_it.to(tl.int32), 1)
+    first = (tile - tl.sum(tl.where(before_it, tiles[None, :], 0), 1)) * BM
+    tl.store(tile_ptr + tile * 2, own, mask=tile < TILES)
+    tl.store(tile_ptr + tile * 2 + 1, first, mask=tile < TILES)
+
+
+def power(n: int) -> int:
+    """The next power of two. Pure."""
+    return 1 << (n - 1).bit_length()
+
+
+def routed(logits_TE: Tensor, correction_E: Tensor | None, r: Routing, at_once: bool) -> Routed:
+    """Each token's experts and each expert's pairs; `at_once`: in any order, which is faster than in theirs. Pure."""
+    (t, e), a, pdl = logits_TE.shape, r.top_k, dependent_launch(logits_TE.device.index)
+    id_P, index_P = (torch.empty(t * a, dtype=torch.int32, device=logits_TE.device) for _ in range(2))
+    rows_ET, weight_P = id_P.new_empty(e, t), logits_TE.new_empty(t * a)
+    count_E = id_P.new_zeros(e) if at_once else id_P.new_empty(e)
+    launcher(route_kernel, (t,))(
+        logits_TE, correction_E, id_P, weight_P, rows_ET, count_E, index_P, t, e, a, r.renormalise, r.sigmoid,
+        correction_E is not None, r.scale, at_once, power(e), num_warps=1, **pdl
+    )  # fmt: skip
+    if not at_once:
+        launcher(members_kernel, (e,))(
+            id_P, rows_ET, count_E, t, a, 1024 if t * a <= 8192 else 4096, num_warps=4, **pdl
+        )
+    return Routed(id_P, weight_P, rows_ET, count_E, index_P)
+
+
+def tiled(count_E: Tensor, tiles: int, rows: int) -> tuple[Tensor, Tensor]:
+    """(tiles of so many rows, where each expert's rows begin). Pure."""
+    tile_X2, base_E = count_E.new_empty(tiles, 2), torch.empty_like(count_E)
+    launcher(tiles_kernel, (tiles,))(
+        count_E, tile_X2, base_E, len(count_E), rows, power(len(count_E)), num_warps=1,
+        **dependent_launch(count_E.device.index),
+    )  # fmt: skip
+    return tile_X2, base_E
+
+
+def lists_of(logits_TE: Tensor, correction_E: Tensor | None, r: Routing, tiles: int,
+             rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(rows_ET, count_E, tile_X2, weight_P) for tiles of so many rows; of few tokens by one program. Pure."""
+    (t, e), a = logits_TE.shape, r.top_k
+    if power(max(t, tiles)) * power(e) > AT_ONCE:
+        found = routed(logits_TE, correction_E, r, True)
+        return found.rows_ET, found.count_E, tiled(found.count_E, tiles, rows)[0], found.weight_P
+    rows_ET, count_E, tile_X2 = (
+        torch.empty(size, dtype=torch.int32, device=logits_TE.device) for size in ((e, t), (e,), (tiles, 2))
+    )
+    weight_P = logits_TE.new_empty(t * a)
+    launcher(lists_kernel, (1,))(
+        logits_TE, correction_E, weight_P, rows_ET, count_E, tile_X2, t, e, tiles, a, r.renormalise, r.sigmoid,
+        correction_E is not None, r.scale, power(t), power(e), power(tiles), rows, num_warps=1 if t <= 2 else 4,
+        **dependent_launch(logits_TE.device.index),
+    )  # fmt: skip
+    return rows_ET, count_E, tile_X2, weight_P

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fengine.ops.linear_launch import cdiv
-from fengine.ops.quantized_hopper import Tiles as FewBits
+from fengine.ops.quantized_hopper import Tiles as Blocks
 
 
 class Tiles(NamedTuple):
@@ -27,9 +27,16 @@ class Schedule(NamedTuple):
     down: Tiles
 
 
+class FewBits(NamedTuple):
+    """Both products by quantized_hopper.py, with as many rows in a tile."""
+
+    gate: Blocks
+    down: Blocks
+
+
 REFERENCE = Schedule("grouped", Tiles(64, 64, 64, False, 4, 3), Tiles(64, 64, 64, False, 4, 3))
 FLOAT32 = Schedule("grouped", Tiles(16, 64, 32, False, 4, 2), Tiles(16, 64, 32, False, 4, 2))
-FEW = Schedule("few", Tiles(16, 32, 128, False, 4, 5), Tiles(16, 16, 128, True, 4, 3))
+FEW = Schedule("few", Tiles(16, 32, 128, False, 4, 4), Tiles(16, 16, 128, True, 4, 3))
 FEW_PAIRS = 16  # more pairs than that meet in the same experts: read once, they outweigh the lists
 GROUPED = (  # largest number of rows that an expert has on average
     (8, Schedule("grouped", Tiles(16, 64, 128, True, 4, 3), Tiles(16, 128, 128, True, 4, 3))),
@@ -38,10 +45,11 @@ GROUPED = (  # largest number of rows that an expert has on average
 )
 MANY = Schedule("grouped", Tiles(128, 128, 64, False, 8, 3), Tiles(128, 128, 64, False, 4, 3))
 FEW_BITS = (  # largest number of rows that an expert has on average, and tiles of quantized_hopper.py
-    (6, FewBits(8, 1, 4, 5, 3, True)),
-    (20, FewBits(32, 2, 3, 3, 2, True)),
-    (80, FewBits(64, 2, 3, 5, 1, False)),
-    (1 << 30, FewBits(128, 2, 3, 3, 1, False)),
+    (1, FewBits(Blocks(8, 1, 8, 2, 3, True), Blocks(8, 1, 8, 4, 2, True))),
+    (6, FewBits(Blocks(16, 1, 4, 4, 3, True), Blocks(16, 1, 4, 4, 3, True))),
+    (20, FewBits(Blocks(32, 1, 4, 4, 2, False), Blocks(32, 1, 4, 4, 2, False))),
+    (80, FewBits(Blocks(64, 2, 4, 3, 1, False), Blocks(64, 2, 4, 3, 1, False))),
+    (1 << 30, FewBits(Blocks(128, 2, 3, 3, 1, False), Blocks(128, 2, 3, 3, 1, False))),
 )
 HOPPER = Schedule("hopper", Tiles(128, 128, 64, False, 4, 4), Tiles(128, 128, 64, False, 4, 5))
 
@@ -58,10 +66,12 @@ def even(tiles: Tiles, k: int) -> Tiles:
     return tiles._replace(block_k=64, stages=tiles.stages * tiles.block_k // 64)
 
 
-def of_whole_groups(tiles: FewBits, group: int) -> FewBits:
-    """`tiles`, in pieces of an even number of chunks where a group is two of them. Pure."""
-    odd = tiles.chunks * 64 % group
-    return tiles._replace(chunks=2, stages=tiles.stages * tiles.chunks // 2) if odd else tiles
+def of_whole_groups(s: FewBits, group: int) -> FewBits:
+    """`s`, in pieces of an even number of chunks where a group is two of them. Pure."""
+    return FewBits(*(
+        tiles._replace(chunks=2, stages=tiles.stages * tiles.chunks // 2) if tiles.chunks * 64 % group else tiles
+        for tiles in s
+    ))  # fmt: skip
 
 
 def schedules(tokens: int, experts: int, top_k: int, f: int, d: int, dtype: torch.dtype, hopper: bool,

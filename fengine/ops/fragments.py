@@ -2,7 +2,8 @@
 
 Codes: int32 [blocks, chunks, 16, 32] of 64 outputs and 64 columns. A word is what one thread multiplies in one step of
 16 columns: rows r and r + 8, columns 2c, 2c + 1, 2c + 8, 2c + 9, a code in four bits at 16 k0 + 8 row3 + 4 k3, where k0
-is the lowest bit of a column, k3 the one of 8, row3 that of a row. The words of a thread's four steps lie together.
+is the lowest bit of a column, k3 the one of 8, row3 that of a row. The words of a thread's four steps lie together. The
+bits of fp4's words are then moved to where few steps make bfloat16s of them: see `MOVES`.
 
 Scales: int32 [blocks, words]. int4: for each group 64 words, the float32 scale with the zero in its low byte (scales
 have 11 bits, so these are free), rows with row3 = 0 first. fp4: for each chunk 32 words, exponents + 126 in bytes, at
@@ -21,6 +22,12 @@ from fengine.ops.ahead import launcher
 from fengine.ops.registration import tl, triton
 
 GROUPS = {"int4": (64, 128), "fp4": (32,)}
+# Bits of a word of fp4, and how far they go to the left: a half's first code then lies as in a bfloat16, the second 6
+# bits lower, the third 4 bits higher (around the word); the last one's sign and exponent 10 lower, its rest 2.
+MOVES = (
+    (0x00070007, 6), (0x00080008, 12), (0x00700070, -4), (0x07800780, 2), (0x00000800, 8), (0x08000000, -24),
+    (0x10001000, -8), (0x00006000, 16), (0x60000000, -16), (0x80008000, -10),
+)  # fmt: skip
 
 
 class Fragments(NamedTuple):
@@ -46,6 +53,16 @@ def alternated(x_RK: Tensor, matrices: int) -> Tensor:
     return rearrange(x_RK, "(e two f eight) k -> (e f two eight) k", e=matrices, two=2, eight=8)
 
 
+def moved(word: Tensor) -> Tensor:
+    """Words whose bits go where `MOVES` says. Pure."""
+    total = torch.zeros_like(word)
+    for bits, left in MOVES:
+        there = bits << left if left > 0 else bits >> -left
+        there -= (there >> 31) << 32  # as int32
+        total |= (word << left if left > 0 else word >> -left) & there
+    return total
+
+
 def pack(kind: str, code_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None) -> Fragments:
     """The layout of one matrix whose rows are in the layout's order. Pure."""
     rows = -len(code_NK) % 64
@@ -63,6 +80,7 @@ def pack(kind: str, code_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None) -
         scales = rearrange(bits_NG, "(b warp row3 l) g -> b (g row3 warp l)", warp=4, row3=2, l=8)
     else:
         byte_NG = ((scale_NG.view(torch.int32) >> 23) + 126).to(torch.uint8)
+        words = moved(words)
         byte = rearrange(byte_NG, "(b warp row3 l) (c k5) -> b (c warp l) (row3 k5)", warp=4, row3=2, l=8, k5=2)
         scales = byte.contiguous().view(torch.int32)[..., 0]
     return Fragments(words.contiguous(), scales.contiguous())
@@ -80,12 +98,24 @@ def unpack(f: Fragments, n: int, group: int, halves: bool = False, dtype: torch.
 
 
 @triton.jit
+def moved_back(word):
+    """The words of which `moved` made these."""
+    first = (word >> 6 & 0x00070007) | (word >> 12 & 0x00080008)
+    second = (word << 4 & 0x00700070) | (word >> 2 & 0x00800080)
+    third = (word >> 2 & 0x07000700) | (word >> 8 & 0x00000800) | (word << 24 & 0x08000000)
+    last = (word << 8 & 0x10001000) | (word >> 16 & 0x00006000) | (word << 16 & 0x60000000)
+    return first | second | third | last | (word << 10 & -0x7FFF8000)
+
+
+@triton.jit
 def unpack_kernel(word_ptr, scale_ptr, w_ptr, n, per, chunks, scales, GROUP: tl.constexpr, FP: tl.constexpr,
                   HALVES: tl.constexpr):  # fmt: skip
     """64 x 64 weights."""
     block = tl.program_id(0)
     chunk = tl.program_id(1)
     word = tl.load(word_ptr + (block.to(tl.int64) * chunks + chunk) * 512 + tl.arange(0, 512))
+    if FP:
+        word = moved_back(word)
     code = (word[:, None] >> (4 * tl.arange(0, 8))[None, :]) & 15
     code = tl.permute(code.reshape((4, 4, 2, 4, 2, 2, 2, 2, 2)), (0, 7, 1, 2, 5, 4, 8, 3, 6)).reshape((64, 64))
     r = tl.arange(0, 64)

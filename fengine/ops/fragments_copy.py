@@ -1,7 +1,7 @@
 """The copying warps of quantized_hopper.py, in Gluon: codes and scales of weights, and rows of x, into one ring."""
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.registration import async_copy, async_load, gdc_wait, gl, gluon, mbarrier
+from fengine.ops.registration import async_copy, async_load, gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier
 
 
 @gluon.jit
@@ -18,14 +18,15 @@ def find(tile, tile_ptr, blocks, MT, BM: gl.constexpr, GROUPED: gl.constexpr):
 @gluon.jit
 def copy_weights(w_desc, scale_ptr, w_ring, s_ring, full, empty, tile_ptr, TILES, MT, E, blocks, chunks, words,
                  KS: gl.constexpr, WORDS: gl.constexpr, PIECE: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr,
-                 GROUPED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                 GROUPED: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The warp that copies codes and scales: all tiles of this program, piece after piece, as the ring has room.
 
     words: of scales a block of 64 outputs; WORDS of them a piece of KS chunks, PIECE with room.
     """
     LINE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    if GROUPED:
+    if GATHER:
         gdc_wait()
+        gdc_launch_dependents()
     i = gl.arange(0, PIECE * PARTS, layout=LINE)
     part_of = i // 32 % PARTS
     word = i // (32 * PARTS) * 32 + i % 32
@@ -64,9 +65,9 @@ def copy_x(x, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, TILES, MT, T, 
         expert, _, first, row = find(tile, tile_ptr, gl.cdiv(blocks, PARTS), MT, BM, GROUPED)
         if expert < E:
             if GATHER:
-                at = gl.minimum(first + gl.arange(0, BM, layout=gl.SliceLayout(1, LINES)),
-                                gl.load(count_ptr + expert) - 1)  # fmt: skip
-                token = gl.load(rows_ptr + expert.to(gl.int64) * T + at) // A
+                at = first + gl.arange(0, BM, layout=gl.SliceLayout(1, LINES))
+                real = at < gl.load(count_ptr + expert)  # the others are zeros, and cost no reads
+                token = gl.load(rows_ptr + expert.to(gl.int64) * T + at, mask=real, other=0) // A
                 col = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
                 lines = x + (token.to(gl.int64) * K)[:, None] + col[None, :]
             for piece in range(0, gl.cdiv(chunks, KS)):
@@ -76,7 +77,7 @@ def copy_x(x, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, TILES, MT, T, 
                     for c in gl.static_range(KS):
                         k = (piece * KS + c) * 64
                         async_copy.async_copy_global_to_shared(x_ring.index(slot * KS + c), lines + k,
-                                                               mask=(col + k < K)[None, :])  # fmt: skip
+                                                               mask=real[:, None] & (col + k < K)[None, :])  # fmt: skip
                     async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
                 else:
                     mbarrier.expect(full.index(slot), BM * KS * 128)

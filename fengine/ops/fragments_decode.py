@@ -22,11 +22,16 @@ def _int4() -> str:
 
 def _fp4() -> str:
     """Words $8 and $9 to eight pairs of bfloat16: numbers 2^126 times too small, times scales as much larger."""
-    lines = []
+    lines, bits = [], "0x81c081c0"
     for i in range(8):
-        word, shift, scale = f"${8 + i // 4}", 12 - 4 * (i % 4), 10 + 4 * (i // 2 % 2) + 2 * (i // 4)
-        lines.append(f"shl.b32 t, {word}, {shift}; shr.b32 u, t, 6; and.b32 u, u, 0x01c001c0;")
-        lines.append(f"lop3.b32 ${i}, t, 0x80008000, u, 0xea; mul.rn.bf16x2 ${i}, ${i}, ${scale};")
+        word, scale = f"${8 + i // 4}", 10 + 4 * (i // 2 % 2) + 2 * (i // 4)
+        lines += [(
+            f"and.b32 ${i}, {word}, {bits};",
+            f"shl.b32 t, {word}, 6; and.b32 ${i}, t, {bits};",
+            f"shf.r.wrap.b32 t, {word}, {word}, 4; and.b32 ${i}, t, {bits};",
+            f"shf.l.wrap.b32 t, {word}, {word}, 10; and.b32 t, t, 0x81808180; shl.b32 u, {word}, 2;"
+            f" lop3.b32 ${i}, u, 0x00400040, t, 0xea;",
+        )[i % 4], f"mul.rn.bf16x2 ${i}, ${i}, ${scale};"]  # fmt: skip
     return "{ .reg .b32 t, u; " + " ".join(lines) + " }"
 
 

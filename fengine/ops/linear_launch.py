@@ -64,6 +64,7 @@ FEW_ROWS = (
     (32, 20000, 0, Schedule(32, 64, 128, True, 4, 4, 256)),
     (32, 3000, 0, Schedule(32, 64, 128, True, 4, 6, 256)),
     (32, 2300, 10000, Schedule(32, 64, 128, True, 4, 6, 512, LATE)),
+    (32, 2800, 4096, Schedule(32, 64, 128, True, 4, 8, 512, LATE)),
     (32, 2300, 0, Schedule(32, 64, 128, True, 4, 6, 256)),
     (32, 0, 4096, Schedule(32, 16, 256, False, 4, 8, 512)),
     (32, 2000, 0, Schedule(32, 64, 128, True, 4, 6, 256)),
@@ -128,7 +129,7 @@ def schedules(m: int, n: int, k: int, dtype: torch.dtype, processors: int | None
     kernel. Pure."""
     if dtype == torch.float32:
         return [FLOAT32[m > 16]]
-    few = [s for largest_m, least_n, least_k, s in FEW_ROWS if m <= largest_m and n >= least_n and k >= least_k]
+    few = [even(s, k) for most_m, least_n, least_k, s in FEW_ROWS if m <= most_m and n >= least_n and k >= least_k]
     tiles = [s for s in MANY_ROWS if cdiv(m, s.block_m) * cdiv(n, s.block_n) >= FULL_DEVICE]
     ours = [[*few, *tiles, MANY_ROWS[-1]][0]]
     if processors is not None and _hopper_pays(m, n, k):
@@ -137,6 +138,11 @@ def schedules(m: int, n: int, k: int, dtype: torch.dtype, processors: int | None
         if 128 < m and waves < 0.7:
             return [hopper, LIBRARY, *ours[1:]]
     return ours if _library_loses(m, n, k) else [LIBRARY, *ours]
+
+
+def even(s: Schedule, k: int) -> Schedule:
+    """`s`, in smaller pieces of K where those fit it and the larger do not."""
+    return s._replace(block_k=64, stages=2 * s.stages) if s.block_k == 128 and k % 128 == 64 else s
 
 
 def _library_loses(m: int, n: int, k: int) -> bool:

@@ -73,7 +73,7 @@ def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, 
     experts = 1 if lists is None else len(lists.count_E)
     blocks, chunks, (m, n), words = w.words.shape[0] // experts, w.words.shape[1], y.shape, w.scales.shape[1]
     per_piece = (32 if group == 32 else 4096 // group) * s.chunks
-    rows = -(-m // s.block_m)
+    rows = -(-m // s.block_m) if lists is None else len(lists.tile_X2)
     tiles = rows * -(-blocks // s.blocks)
     loaders = 2 if gated and s.block_m >= 64 else 1
     warps = 4 * s.blocks
@@ -118,6 +118,38 @@ def add_chunk(w, x_tile, acc, SUMS: gl.constexpr, SYNC: gl.constexpr):
 
 
 @gluon.jit
+def beside(bias_ptr, rows_ptr, count_ptr, weight_ptr, expert, block, first, line, M, T, N, BM: gl.constexpr,
+           PARTS: gl.constexpr, GROUPED: gl.constexpr, GATHER: gl.constexpr, BIAS: gl.constexpr, SUMS: gl.constexpr,
+           LINES: gl.constexpr):  # fmt: skip
+    """What a tile's sums meet: biases of its outputs, weights of its pairs, the rows of y, and whether they are real.
+
+    Rows of gated products lie together; those of an expert's results are its pairs.
+    """
+    i = gl.arange(0, 64 * PARTS, layout=gl.SliceLayout(1, SUMS))
+    bias = gl.zeros([64 * PARTS], gl.float32, gl.SliceLayout(1, SUMS))
+    weight = gl.zeros([BM], gl.float32, gl.SliceLayout(0, SUMS))
+    if BIAS:
+        if GATHER:  # rows of gate and up alternate in eights
+            own = block * 32 * PARTS + i // 16 * 8 + i % 8
+            at = (expert * 2 + i // 8 % 2) * N + own
+        else:
+            own = block * 64 * PARTS + i
+            at = expert * N + own
+        bias = gl.load(bias_ptr + at, mask=own < N, other=0.0).to(gl.float32)
+    row = line + gl.arange(0, BM, layout=gl.SliceLayout(1, LINES))
+    real = row < M
+    if GROUPED and not GATHER:
+        count = gl.load(count_ptr + expert)
+        pairs = rows_ptr + expert.to(gl.int64) * T
+        at = first + gl.arange(0, BM, layout=gl.SliceLayout(0, SUMS))
+        weight = gl.load(weight_ptr + gl.load(pairs + gl.minimum(at, count - 1)))
+        at = first + gl.arange(0, BM, layout=gl.SliceLayout(1, LINES))
+        real = at < count
+        row = gl.load(pairs + at, mask=real, other=0)
+    return bias, weight, row, real
+
+
+@gluon.jit
 def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, weight_ptr, TILES, MT,
              M, T, E, N, blocks, chunks, limit, FP: gl.constexpr, GROUP: gl.constexpr, PIECE: gl.constexpr,
              KS: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, GROUPED: gl.constexpr, GATHER: gl.constexpr,
@@ -132,12 +164,15 @@ def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, tile_ptr, row
                                            [4 * PARTS, 1], [1, 0])  # fmt: skip
     PER: gl.constexpr = (GROUP + 63) // 64  # chunks that share scales
     UNIT: gl.constexpr = 2 - FP  # of 32 words
-    if GROUPED:
+    if GATHER:
         gdc_wait()
     n = 0
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
         expert, block, first, line = find(tile, tile_ptr, gl.cdiv(blocks, PARTS), MT, BM, GROUPED)
         if expert < E:
+            if SYNC:  # asked for now, as each load waits for the one before; many rows have no registers for it
+                bias, weight, row, real = beside(bias_ptr, rows_ptr, count_ptr, weight_ptr, expert, block, first, line,
+                                                 M, T, N, BM, PARTS, GROUPED, GATHER, BIAS, SUMS, LINES)  # fmt: skip
             acc = gl.zeros([64 * PARTS, BM], gl.float32, SUMS)
             for piece in range(0, gl.cdiv(chunks, KS)):
                 slot = n % STAGES
@@ -162,27 +197,19 @@ def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, tile_ptr, row
             if not SYNC:
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(empty.index((n - 1) % STAGES))
-            i = gl.arange(0, 64 * PARTS, layout=gl.SliceLayout(1, SUMS))
+                bias, weight, row, real = beside(bias_ptr, rows_ptr, count_ptr, weight_ptr, expert, block, first, line,
+                                                 M, T, N, BM, PARTS, GROUPED, GATHER, BIAS, SUMS, LINES)  # fmt: skip
             if BIAS:
-                if GATHER:  # rows of gate and up alternate in eights
-                    own = block * WIDTH + i // 16 * 8 + i % 8
-                    bias = gl.load(bias_ptr + (expert * 2 + i // 8 % 2) * N + own, mask=own < N, other=0.0)
-                else:
-                    own = block * WIDTH + i
-                    bias = gl.load(bias_ptr + expert * N + own, mask=own < N, other=0.0)
-                acc += bias.to(gl.float32)[:, None]
+                acc += bias[:, None]
             if GATHER:
                 y = gated(acc, limit, DTYPE, LIMITED, BM, PARTS)
             else:
                 if GROUPED:
-                    at = gl.minimum(first + gl.arange(0, BM, layout=gl.SliceLayout(0, SUMS)),
-                                    gl.load(count_ptr + expert) - 1)  # fmt: skip
-                    acc *= gl.load(weight_ptr + gl.load(rows_ptr + expert.to(gl.int64) * T + at))[None, :]
+                    acc *= weight[None, :]
                 y = acc.to(y_ptr.dtype.element_ty)
             y = gl.convert_layout(y.permute((1, 0)), LINES)
-            row = line + gl.arange(0, BM, layout=gl.SliceLayout(1, LINES))
             col = block * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LINES))
-            inside = (row < M)[:, None] & (col < N)[None, :]
+            inside = real[:, None] & (col < N)[None, :]
             gl.store(y_ptr + row.to(gl.int64)[:, None] * N + col[None, :], y, mask=inside)
 
 
@@ -195,7 +222,8 @@ def few_bits_kernel(x, w_desc, scale_ptr, y_ptr, bias_ptr, rows_ptr, count_ptr, 
                     LOADERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """y of tiles of PARTS * 64 outputs and BM rows, one after another. GROUPED: of experts; GATHER: the gated product
     of rows that a list names, else one weighted. x: a pointer if GATHER, else a descriptor."""
-    gdc_launch_dependents()
+    if not GATHER:  # else when the lists are there: the kernel behind begins with them
+        gdc_launch_dependents()
     X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, 64], DTYPE)
     x_ring = gl.allocate_shared_memory(DTYPE, [STAGES * KS, BM, 64], X)
     if PARTS == 1:
@@ -217,7 +245,7 @@ def few_bits_kernel(x, w_desc, scale_ptr, y_ptr, bias_ptr, rows_ptr, count_ptr, 
                         TILES, MT, M, T, E, N, blocks, chunks, limit, FP, GROUP, PIECE, KS, BM, PARTS, GROUPED, GATHER,
                         BIAS, LIMITED, SUMS, SYNC, STAGES)),
             (copy_weights, (w_desc, scale_ptr, w_ring, copied, full, empty, tile_ptr, TILES, MT, E, blocks, chunks,
-                            words, KS, WORDS, PIECE, BM, PARTS, GROUPED, STAGES)),
+                            words, KS, WORDS, PIECE, BM, PARTS, GROUPED, GATHER, STAGES)),
             (copy_x, (x, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, TILES, MT, T, E, blocks, chunks, K, A, KS,
                       BM, PARTS, GROUPED, GATHER, LOADERS, STAGES)),
         ],

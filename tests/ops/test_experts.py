@@ -184,7 +184,8 @@ def test_schedules_follow_the_rows_of_an_expert():
     for tokens, group in itertools.product((1, 32, 128, 512, 8192), (32, 64, 128)):
         first = experts_schedules.schedules(tokens, 32, 4, 2880, 2880, torch.bfloat16, True, group)[0]
         assert isinstance(first, experts_schedules.FewBits)
-        assert first.chunks * 64 % group == 0  # a piece has whole groups
+        assert all(tiles.chunks * 64 % group == 0 for tiles in first)  # a piece has whole groups
+        assert first.gate.block_m == first.down.block_m
     assert experts_schedules.tiles_at_most(8, 128, 16) == 8 and experts_schedules.tiles_at_most(4096, 128, 64) == 192
 
 

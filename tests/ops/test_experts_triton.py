@@ -30,6 +30,7 @@ from fengine.ops.experts_schedules import (
     REFERENCE,
     Schedule,
     of_whole_groups,
+    tiles_at_most,
 )
 from fengine.ops.linear import Dense
 from fengine.ops.proof import captured
@@ -147,6 +148,24 @@ def test_columns_of_ranks_have_the_bits_of_one_gpu(t: int, size: int, full: bool
 def test_a_shared_expert_without_a_gate(s: Schedule):
     call = case(3, 6, 16, 32, torch.float32, op.Routing(2, sigmoid=True, scale=1.5), True)._replace(gate_T1=None)
     torch.testing.assert_close(experts_launch.run(call, s), want(call), rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("full", [True, False])
+def test_lists_of_few_tokens_are_those_of_many(routing: op.Routing, full: bool, monkeypatch: pytest.MonkeyPatch):
+    for t, e, rows in ((1, 7, 8), (5, 8, 2), (16, 32, 8)):
+        call = case(t, e, 4, 8, torch.float32, routing, full)
+        call.logits_TE[0, :4] = torch.tensor([0.0, -0.0, 0.0, 1.0])
+        how = (call.logits_TE, call.weights.correction, routing, tiles_at_most(3 * t, e, rows), rows)
+        rows_ET, count_E, tile_X2, weight_P = experts_routing.lists_of(*how)
+        with monkeypatch.context() as patch:
+            patch.setattr(experts_routing, "AT_ONCE", 0)
+            want_ET, *wanted = experts_routing.lists_of(*how)
+        wanted[1], tile_X2 = (x.where(x[:, :1] < e, e) for x in (wanted[1], tile_X2))
+        assert all(x.equal(y) for x, y in zip((count_E, tile_X2, weight_P), wanted, strict=True))
+        for own, other, count in zip(rows_ET, want_ET, count_E.tolist(), strict=True):
+            assert own[:count].equal(other[:count].sort().values)
 
 
 @interpreted
