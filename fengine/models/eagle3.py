@@ -91,7 +91,8 @@ def fuse(params: Params, spec: ModelSpec, feature_TX: Tensor) -> Tensor:
 def forward(
     params: Params, spec: ModelSpec, kv: KVState, batch: Tensors, stream_TD: Tensor, normed: bool
 ) -> tuple[KVState, Tensor, Tensor]:
-    """(KV state, normed_TD, stream_TD) behind the layer. `normed`: attention is added to the normed stream.
+    """(KV state, normed_RD, stream_RD) behind the layer, of each row's last token: of those before only keys and values
+    are wanted. `normed`: attention is added to the normed stream.
 
     Modifies: the storage of `kv`, which is dead after the call.
     """
@@ -101,19 +102,24 @@ def forward(
     )
     hidden_TD = rms_norm.rms_norm(stream_TD, layer["hidden_norm_D"], spec.rms_eps)
     x_TX = torch.cat((embed_TD, hidden_TD), 1)
-    rope_MK = params[layer["kind"].rope]
-    delta_TD, k_PSGK, v_PSGK = layers.attend(layer, spec, rope_MK, kv.k_PSGK[0], kv.v_PSGK[0], batch, x_TX)
-    residual_TD = hidden_TD if normed else stream_TD
-    normed_TD, residual_TD = layers.add_norm(delta_TD, residual_TD, layers.Norm(layer["mlp_norm_D"]), spec)
-    delta_TD = layers.gated_mlp(layer, spec, None, normed_TD)
-    normed_TD, stream_TD = layers.add_norm(delta_TD, residual_TD, layers.Norm(params["final_norm_D"]), spec)
-    return KVState((k_PSGK,), (v_PSGK,)), normed_TD, stream_TD
+    rope_MK, residual_RD = params[layer["kind"].rope], hidden_TD if normed else stream_TD
+    q_RHK, k_PSGK, v_PSGK = layers.write_kv(layer, spec, rope_MK, kv.k_PSGK[0], kv.v_PSGK[0], batch, x_TX)
+    index_R = batch["logit_index_R"]
+    if len(q_RHK) > len(index_R):
+        q_RHK = edges.take(q_RHK.flatten(1), index_R).unflatten(1, q_RHK.shape[1:])
+        residual_RD = edges.take(residual_RD, index_R)
+        start_B = torch.arange(len(index_R) + 1, dtype=torch.int32, device=index_R.device)
+        batch = {**batch, "q_start_B": start_B}
+    delta_RD = layers.attended(layer, spec, q_RHK, k_PSGK, v_PSGK, batch)
+    normed_RD, residual_RD = layers.add_norm(delta_RD, residual_RD, layers.Norm(layer["mlp_norm_D"]), spec)
+    delta_RD = layers.gated_mlp(layer, spec, None, normed_RD)
+    normed_RD, stream_RD = layers.add_norm(delta_RD, residual_RD, layers.Norm(params["final_norm_D"]), spec)
+    return KVState((k_PSGK,), (v_PSGK,)), normed_RD, stream_RD
 
 
-def unembed(params: Params, spec: ModelSpec, normed_RD: Tensor, index_R: Tensor) -> Tensor:
+def unembed(params: Params, spec: ModelSpec, normed_RD: Tensor) -> Tensor:
     """logits_RV in float32 over the target's vocabulary; BARRED where the head has no id. Pure."""
-    rows_RD = edges.take(normed_RD, index_R)
-    logits_RH = linear.linear(rows_RD, params["unembed"], out_dtype=torch.float32, exact=spec.exact)
+    logits_RH = linear.linear(normed_RD, params["unembed"], out_dtype=torch.float32, exact=spec.exact)
     if "head_ids" not in params:
         return logits_RH
     logits_RV = logits_RH.new_full((len(logits_RH), spec.vocab_size), BARRED)

@@ -170,28 +170,39 @@ def attend(
     layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors, x_TD: Normed
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one layer: what it adds to the residual stream, and the written pages."""
-    (slot_T, page_table_RN), adapters = places(layer, batch), adapters_of(batch)
-    where = (rope_MK, batch["pos_T"], slot_T, k_PSGK, v_PSGK, spec.num_heads)
+    q_THK, k_PSGK, v_PSGK = write_kv(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, x_TD)
+    return attended(layer, spec, q_THK, k_PSGK, v_PSGK, batch), k_PSGK, v_PSGK
+
+
+def write_kv(
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors, x_TD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q_THK, and the written pages."""
+    where = (rope_MK, batch["pos_T"], places(layer, batch)[0], k_PSGK, v_PSGK, spec.num_heads)
+    adapters = adapters_of(batch)
     if "q_norm_C" in layer or "q_norm_HK" in layer:
         qkv_TC = linear.linear(x_TD, layer["wqkv"], layer.get("bqkv_C"), adapters, exact=spec.exact)
-        q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(norm_qk(layer, spec, qkv_TC), *where)
-    else:
-        turned = layer.get("q_turned_norm_K")
-        q_norm_K, k_norm_K = layer.get("q_norm_K"), layer.get("k_norm_K")
-        if turned is not None:
-            q_norm_K = k_norm_K = torch.ones_like(turned)
-        q_THK, k_PSGK, v_PSGK = rope.qkv_rope_write(
-            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, q_norm_K, k_norm_K, spec.rms_eps, adapters,
-            spec.exact, spec.norm_shift,
-        )  # fmt: skip
-        if turned is not None:  # turning keeps a norm, so only the weights stand behind it: both may go with q
-            q_THK = q_THK * (turned * layer["k_turned_norm_K"])
+        return rope.rope_kv_write(norm_qk(layer, spec, qkv_TC), *where)
+    turned = layer.get("q_turned_norm_K")
+    q_norm_K, k_norm_K = layer.get("q_norm_K"), layer.get("k_norm_K")
+    if turned is not None:
+        q_norm_K = k_norm_K = torch.ones_like(turned)
+    q_THK, k_PSGK, v_PSGK = rope.qkv_rope_write(
+        x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, q_norm_K, k_norm_K, spec.rms_eps, adapters,
+        spec.exact, spec.norm_shift,
+    )  # fmt: skip
+    if turned is not None:  # turning keeps a norm, so only the weights stand behind it: both may go with q
+        q_THK = q_THK * (turned * layer["k_turned_norm_K"])
+    return q_THK, k_PSGK, v_PSGK
+
+
+def attended(layer: Params, spec: ModelSpec, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors) -> Tensor:
+    """What attention over written pages adds to the residual stream. Pure."""
     out_THK = attention.attention(
-        q_THK, k_PSGK, v_PSGK, batch["q_start_B"], batch["kv_len_R"], page_table_RN, spec.scale, spec.causal,
+        q_THK, k_PSGK, v_PSGK, batch["q_start_B"], batch["kv_len_R"], places(layer, batch)[1], spec.scale, spec.causal,
         layer["kind"].window, spec.attention_cap, layer.get("sinks_H"), batch.get("last_key_J"),
     )  # fmt: skip
-    delta_TD = linear.linear(out_THK.flatten(1), layer["wo"], layer.get("bo_D"), adapters, exact=spec.exact)
-    return delta_TD, k_PSGK, v_PSGK
+    return linear.linear(out_THK.flatten(1), layer["wo"], layer.get("bo_D"), adapters_of(batch), exact=spec.exact)
 
 
 def adapters_of(batch: Tensors) -> Adapters | None:

@@ -1,4 +1,4 @@
-"""Guesses in a chain, each behind the one before: on CUDA one graph for so many rows and guesses.
+"""Guesses in a chain, each behind the one before: on CUDA a graph for each of so many rows.
 
     catch up: tokens the draft has not seen --head--> logits --edits--> draw --> guess 0 --head--> ... --> guess K-1
 
@@ -6,7 +6,7 @@ Tokens, positions and pages of all but the first guess are computed on the devic
 them. Where grammars mask guesses it computes each mask behind the guess before, and waits for each.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fengine.models.kv_state import KVState, Tensors
 from fengine.models.spec import ModelSpec
+from fengine.ops.edges import go_on
 from fengine.ops.edit_logits import apply_bitmask
 from fengine.ops.sampling import draw
 from fengine.worker.cuda_graphs import Graphs, decode_sizes
@@ -28,12 +29,13 @@ from fengine.worker.step import DRAW, on_cpu
 from fengine.worker.step_input import LogitsStage
 from fengine.worker.warm_up import warm_step
 
+NULL = {"page_table_RN": 0, "kv_len_R": 1}  # rows of padding go on in the null page
 FIELDS = tuple(
-    field._replace(pad=0) if field.name == "page_table_RN" else field  # rows of padding go on in the null page
-    for field in INPUTS
-    if not field.name.startswith("feed_")
+    field._replace(pad=NULL.get(field.name, field.pad)) for field in INPUTS if not field.name.startswith("feed_")
 )
 GUESSES = Field("guess_RK", torch.int32)
+HELD = (64, 256, 1024)  # tokens to catch up with, of which there are graphs besides
+PIECE = 512  # more of them are padded to multiples of it, and run
 Guide = Callable[[np.ndarray | None], Filled | None]  # masks behind the guesses before [R]; None: behind what is known
 
 
@@ -59,22 +61,27 @@ class Chain:
 
     def __init__(
         self, head: Head, kv: KVState, feature_PSX: Tensor | None, edits: Sequence[LogitsStage], width: int, rows: int,
-        most: int, graphs: bool,
+        most: int, tokens: int, graphs: bool,
     ) -> None:  # fmt: skip
-        """`width` of page tables; `rows`, and `most` guesses of each: what graphs are made for."""
+        """`width` of page tables; at most `rows`, `most` guesses of each, and `tokens` to catch up with in a run."""
         self.head, self.kv, self.feature_PSX, self.edits = head, kv, feature_PSX, edits
         self.width, self.rows, self.most, self.device = width, rows, most, kv.k_PSGK[0].device
-        self.caught_up = most + 1 if head.behind else 2  # tokens of a row that its last try can leave to be seen
+        self.seen = most + 1 if head.behind else 2  # tokens of a row that its last try can leave to be seen
+        self.start_B = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+        self.next_5R = torch.zeros(5, -(-rows // 16) * 16, dtype=torch.int32, device=self.device)
+        self.stream_RD: Tensor | None = None  # what next guesses go on from
         self.graphs = Graphs(self.device) if graphs else None
         if graphs:
-            self.inputs = StaticBuffers(FIELDS + Penalties.fields + LogitBias.fields, self._sizes(rows), self.device)
+            fields = sorted(FIELDS + Penalties.fields + LogitBias.fields, key=lambda field: "T" in field.letters)
+            most_tokens = -(-max(tokens, rows * self.seen) // PIECE) * PIECE
+            self.inputs = StaticBuffers(tuple(fields), self._sizes(rows, most_tokens), self.device)
             self.found = StaticBuffers((GUESSES,), {"R": rows, "K": most}, self.device)
 
     def warm_up(self) -> None:
-        """Captures the graphs of `most` guesses without edits, the largest first; nothing on a CPU."""
+        """Captures the graphs without edits, the largest first; nothing on a CPU."""
         for rows in reversed(decode_sizes(self.rows)) if self.graphs else ():
-            sizes = self._sizes(rows)
-            self.run(warm_step(sizes["T"], sizes).arrays, (), self.most)
+            for tokens in reversed(self._held(rows)):
+                self.run(warm_step(tokens, self._sizes(rows, tokens)).arrays, (), self.most)
 
     def run(
         self, arrays: Arrays, stages: tuple[LogitsStage, ...], count: int, guide: Guide | None = None
@@ -82,69 +89,77 @@ class Chain:
         """`count` guesses for each row, int32 [R, count]; -1 where logits were not finite. Waits for them.
 
         `arrays` by FIELDS and the fields of `stages`: positions whose KV is to be written first, and how rows draw."""
-        rows, tokens = len(arrays["kv_len_R"]), len(arrays["token_T"])
         with torch.inference_mode():
             if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
                 torch.cuda.set_device(self.device)  # of the loop's thread: a logit processor may have chosen another
-            small = rows <= self.rows and tokens <= rows * self.caught_up
-            if self.graphs is None or guide is not None or not small:
-                tensors = {name: tensor.to(self.device) for name, tensor in on_cpu(arrays).items()}
-                return torch.stack([*self._guesses(tensors, stages, count, guide)], 1).cpu().numpy()
-            return self._replay(self.graphs, arrays, stages, count)
+            if self.graphs is not None and guide is None:
+                return self._replay(self.graphs, arrays, stages, count)
+            tensors = {name: tensor.to(self.device) for name, tensor in on_cpu(arrays).items()}
+            guess_RK = self.start_B.new_full((len(arrays["kv_len_R"]), count), -1)
+            for step in range(count):
+                self._guess(step, tensors, stages, guess_RK, guide)
+            return guess_RK.cpu().numpy()
 
     def _replay(self, graphs: Graphs, arrays: Arrays, stages: tuple[LogitsStage, ...], count: int) -> np.ndarray:
-        rows = len(arrays["kv_len_R"])
+        rows, tokens = len(arrays["kv_len_R"]), len(arrays["token_T"])
         bucket = next(size for size in decode_sizes(self.rows) if size >= rows)
-        sizes = self._sizes(bucket)
+        held = next((size for size in self._held(bucket) if size >= tokens), 0)
+        sizes = self._sizes(bucket, held or -(-tokens // PIECE) * PIECE)
         self.inputs.fill(arrays, sizes, 0)
         self.inputs.send(0, 0, sizes)
-        key = (bucket, count, tuple(stage.name for stage in stages), sum(stage.version for stage in stages))
-        if not graphs.replay(key):
-            run = partial(self._into_buffers, sizes, stages, count)
-            run()  # which also readies this thread's libraries
-            graphs.capture_late(key, run)
-        found = {"R": bucket, "K": count}
+        edits = tuple(stage.name for stage in stages), sum(stage.version for stage in stages)
+        for step in range(count):
+            key = (bucket, step, 0 if step else held, *edits)
+            if not graphs.replay(key):
+                run = partial(self._into_buffers, sizes, stages, step)
+                run()  # which also readies this thread's libraries
+                if step or held:
+                    graphs.capture_late(key, run)
+        found = {"R": bucket, "K": self.most}
         self.found.fetch(0, 0, found)
         torch.cuda.current_stream().synchronize()
-        return self.found.arrays(0, found)["guess_RK"][:rows].copy()
+        return self.found.arrays(0, found)["guess_RK"][:rows, :count].copy()
 
-    def _into_buffers(self, sizes: Sizes, stages: tuple[LogitsStage, ...], count: int) -> None:
-        guesses = [*self._guesses(self.inputs.tensors(0, sizes), stages, count, None)]
-        torch.stack(guesses, 1, out=self.found.tensors(0, {"R": sizes["R"], "K": count})["guess_RK"])
+    def _into_buffers(self, sizes: Sizes, stages: tuple[LogitsStage, ...], step: int) -> None:
+        guess_RK = self.found.tensors(0, {"R": sizes["R"], "K": self.most})["guess_RK"]
+        if not step:
+            guess_RK.fill_(-1)
+        self._guess(step, self.inputs.tensors(0, sizes), stages, guess_RK, None)
 
-    def _sizes(self, rows: int) -> Sizes:
-        return {**edit_sizes(rows), "T": rows * self.caught_up, "B": rows + 1, "N": self.width}
+    def _sizes(self, rows: int, tokens: int) -> Sizes:
+        return {**edit_sizes(rows), "T": tokens, "B": rows + 1, "N": self.width}
 
-    def _guesses(
-        self, tensors: Tensors, stages: tuple[LogitsStage, ...], count: int, guide: Guide | None
-    ) -> Iterator[Tensor]:
-        """Guess by guess, int32 [R], -1 where logits were not finite. Modifies: the KV state."""
-        batch, size = tensors, self.kv.page_size
-        temperature_R, top_k_R, top_p_R, min_p_R, seed_R = (tensors[name] for name in DRAW[:-1])
-        end_R, rows, stream_TD, token_R = batch["kv_len_R"], len(batch["kv_len_R"]), None, None
-        guess_RK = torch.full((rows, count), -1, dtype=torch.int32, device=self.device)
-        if self.feature_PSX is not None:
+    def _held(self, rows: int) -> list[int]:
+        """Of so many tokens to catch up with there are graphs: what the last try leaves, rests, and short prompts."""
+        least = rows * self.seen
+        return [least, *(size for size in HELD if size > least)]
+
+    def _guess(
+        self, step: int, tensors: Tensors, stages: tuple[LogitsStage, ...], guess_RK: Tensor, guide: Guide | None
+    ) -> None:
+        """Guess `step` of each row, behind the ones before. Modifies: the KV state, guess_RK, what the next goes on
+        from."""
+        batch, rows = {**tensors, "guess_RK": guess_RK}, len(guess_RK)
+        next_5R, stream_TD = self.next_5R[:, :rows], None
+        if step:
+            batch |= zip(("token_T", "pos_T", "slot_T", "kv_len_R", "pos_R"), next_5R, strict=True)
+            batch |= {"q_start_B": self.start_B[: rows + 1], "logit_index_R": self.start_B[:rows]}
+            stream_TD = None if self.stream_RD is None else self.stream_RD[:rows]
+        elif self.feature_PSX is not None:
             stream_TD = self.head.fuse(self.feature_PSX.flatten(0, 1).index_select(0, batch["slot_T"]))
-        start_B = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
-        for step in range(count):
-            if token_R is not None:
-                pos_R = (end_R + (step - 1)).clamp(max=self.head.spec.max_position - 1)
-                page_R = batch["page_table_RN"].gather(1, (pos_R // size).long()[:, None])[:, 0]
-                batch = {
-                    "token_T": token_R, "pos_T": pos_R, "slot_T": page_R * size + pos_R % size, "q_start_B": start_B,
-                    "kv_len_R": end_R + step, "page_table_RN": batch["page_table_RN"], "logit_index_R": start_B[:-1],
-                }  # fmt: skip
-            self.kv, logits_RV, stream_TD = self.head.run(self.kv, batch, stream_TD)
-            for stage in stages:
-                logits_RV = stage.apply(logits_RV, {**tensors, "guess_RK": guess_RK})
-            if guide is not None:
-                filled = guide(None if token_R is None else token_R.cpu().numpy())
-                masks = () if filled is None else [torch.from_numpy(x).to(self.device) for x in filled[:2]]
-                logits_RV = apply_bitmask(logits_RV, *masks) if masks else logits_RV
-            drawn_R, logprob_R = draw(
-                logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, batch["kv_len_R"] + self.head.behind
-            )
-            found_R = torch.where(logprob_R.isnan(), -1, drawn_R)
-            guess_RK[:, step] = found_R
-            token_R = found_R.clamp(min=0)
-            yield found_R
+        self.kv, logits_RV, stream_RD = self.head.run(self.kv, batch, stream_TD)
+        if stream_RD is not None:
+            if self.stream_RD is None:
+                self.stream_RD = stream_RD.new_zeros((self.rows, stream_RD.shape[1]))
+            self.stream_RD[:rows] = stream_RD
+        for stage in stages:
+            logits_RV = stage.apply(logits_RV, batch)
+        if guide is not None:
+            filled = guide(next_5R[0].cpu().numpy() if step else None)
+            masks = () if filled is None else [torch.from_numpy(x).to(self.device) for x in filled[:2]]
+            logits_RV = apply_bitmask(logits_RV, *masks) if masks else logits_RV
+        token_R, logprob_R = draw(logits_RV, *(batch[name] for name in DRAW))
+        go_on(
+            token_R, logprob_R, tensors["kv_len_R"], tensors["page_table_RN"], guess_RK, next_5R, step,
+            self.kv.page_size, self.head.spec.max_position - 1, self.head.behind,
+        )  # fmt: skip

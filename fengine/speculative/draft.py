@@ -34,7 +34,7 @@ from fengine.worker.logits.penalties import Penalties
 from fengine.worker.logits.structured import cursor_of
 from fengine.worker.step_input import StepInput
 
-CATCH_UP = 2048  # tokens computed in one go: a long prompt must not hold up the loop
+CATCH_UP = 4096  # tokens computed in one go: long prompts must not hold up the loop, nor take its memory
 
 
 @dataclass(slots=True)
@@ -93,7 +93,9 @@ class DraftModel:
         kv = init_kv(self.spec, self.pages + slots, self.page_size, self.kv_dtype, target.k_PSGK[0].device)
         edits = [stage for name, stage in batch.stages.items() if name in (Penalties.name, LogitBias.name)]
         streams = next(iter(target.feature_PSX), None)
-        self.chain = Chain(self.head, kv, streams, edits, width + 1, min(self.rows, slots), self.most, self.graphs)
+        self.chain = Chain(
+            self.head, kv, streams, edits, width + 1, min(self.rows, slots), self.most, CATCH_UP, self.graphs
+        )
         self.chain.warm_up()
 
     def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
@@ -109,39 +111,46 @@ class DraftModel:
             ready = ask.tried and ask.skip == 0 and known >= pace.resume_at
             if ready and size >= ask.least:
                 sizes[i] = size
-        if not sizes:
-            return [[] for _ in asks]
-        found = self._propose([asks[i] for i in sizes], max(sizes.values()))
+        found = self._propose([asks[i] for i in sizes], max(sizes.values(), default=0))
         proposals = dict(zip(sizes, found, strict=True))
         return [proposals.get(i, [])[: sizes.get(i)] for i in range(len(asks))]
 
     def _propose(self, asks: list[Ask], count: int) -> list[list[int]]:
         """`count` guesses for each, none where the draft has to catch up. Modifies: the KV state, the memos."""
-        rows, behind = [(ask, ask.drafting.memo) for ask in asks], self.head.behind
-        chunks = [ask.request.token_ids[memo.done + behind :][:CATCH_UP] for ask, memo in rows]
-        starts = [memo.done for _, memo in rows]
-        for (_, memo), chunk in zip(rows, chunks, strict=True):
-            memo.done += len(chunk)
-        arrays = self._arrays(asks, chunks, starts, count)
+        rows, chunks, left = [], [], CATCH_UP
+        for ask in asks:
+            unseen = ask.request.token_ids[ask.drafting.memo.done + self.head.behind :][:left]
+            left -= len(unseen)
+            if unseen:
+                rows.append(ask)
+                chunks.append(unseen)
+        if rows:
+            self._guess(rows, chunks, count)
+        return [list(ask.drafting.memo.guesses) for ask in asks]
+
+    def _guess(self, asks: list[Ask], chunks: list[list[int]], count: int) -> None:
+        """Has each draft see a chunk, and guess if that is all. Modifies: the KV state, the memos."""
+        arrays = self._arrays(asks, chunks, count)
         slot_R = np.array([ask.request.row for ask in asks], np.int32)
         step = StepInput(arrays, slot_R, drafts=[Drafts(0, [])])  # edits are those of a step with guesses
         edits = [stage.stage(step, np.ones(len(asks), np.bool_)) for stage in self.chain.edits]
         stages = tuple(stage for stage in edits if stage is not None)
         guide = self._guide(asks) if any(ask.request.params.grammar is not None for ask in asks) else None
         found_RK = self.chain.run(arrays, stages, count, guide)
-        for (ask, memo), found in zip(rows, found_RK.tolist(), strict=True):
-            if memo.done + behind < len(ask.request.token_ids):
+        for ask, chunk, found in zip(asks, chunks, found_RK.tolist(), strict=True):
+            memo, known = ask.drafting.memo, len(ask.request.token_ids)
+            memo.done += len(chunk)
+            if memo.done + self.head.behind < known:
                 continue  # it has not caught up
-            memo.known, memo.room = len(ask.request.token_ids), len(ask.request.pages) * self.page_size
+            memo.known, memo.room = known, len(ask.request.pages) * self.page_size
             memo.guesses = list(takewhile(lambda token: token >= 0, found))
             if not memo.guesses:  # its numbers are not finite
                 memo.pace.stop()
                 memo.tell(ask.drafting)
-        return [list(memo.guesses) for _, memo in rows]
 
-    def _arrays(self, asks: list[Ask], chunks: list[list[int]], starts: list[int], count: int) -> Arrays:
-        """The chain's FIELDS: the chunk of each row from its start on, and how it draws."""
-        counts = np.array([len(chunk) for chunk in chunks])
+    def _arrays(self, asks: list[Ask], chunks: list[list[int]], count: int) -> Arrays:
+        """The chain's FIELDS: the chunk of each row behind what is done, and how it draws."""
+        starts, counts = [ask.drafting.memo.done for ask in asks], np.array([len(chunk) for chunk in chunks])
         ends, end_R = np.cumsum(counts), np.array(starts) + counts
         row_T = np.repeat(np.arange(len(chunks)), counts)
         pos_T = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])

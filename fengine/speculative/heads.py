@@ -78,9 +78,8 @@ class EagleHead:
     def run(self, kv: KVState, batch: Tensors, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
         """(KV state, logits_RV, stream_RD) behind each row. Modifies: the storage of `kv`, which is dead then."""
         assert stream_TD is not None, "the draft goes on from a stream"
-        kv, normed_TD, stream_TD = eagle3.forward(self.params, self.spec, kv, batch, stream_TD, self.normed)
-        logits_RV = eagle3.unembed(self.params, self.spec, normed_TD, batch["logit_index_R"])
-        return kv, logits_RV, stream_TD.index_select(0, batch["logit_index_R"])
+        kv, normed_RD, stream_RD = eagle3.forward(self.params, self.spec, kv, batch, stream_TD, self.normed)
+        return kv, eagle3.unembed(self.params, self.spec, normed_RD), stream_RD
 
 
 def check_pair(directory: Path, config: Config, spec: ModelSpec, target: ModelSpec) -> None:

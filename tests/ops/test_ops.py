@@ -201,6 +201,11 @@ def test_what_enters_and_leaves_a_step():
     edges.hand_on(token[:2], torch.tensor([-0.5, -2.0]), last, out)
     assert out[0].tolist() == [5, 6] and out[1].view(torch.float32).tolist() == [-0.5, -2.0]
     assert last.tolist() == [5, 6, 70]
+    guess, going = torch.full((2, 3), 9).int(), torch.zeros(5, 4).int()[:, :2]
+    table = torch.tensor([[3, 8, 1], [4, 6, 2]]).int()
+    edges.go_on(token[:2], torch.tensor([-0.5, torch.nan]), last[:2], table, guess, going, 1, 4, 6, 1)
+    assert guess.tolist() == [[9, 5, 9], [9, -1, 9]]
+    assert going.tolist() == [[5, 0], [6, 6], [34, 26], [7, 8], [8, 9]]
 
 
 @pytest.mark.parametrize("width", [8, 36, 896])
@@ -404,6 +409,18 @@ def op_samples() -> dict[str, tuple]:
         "qkv_rope_write_": (x, linear.pack(normal(128, 32)).packed, None, *write[1:], normal(16), normal(16), 1e-5),
         "feed": (slot, slot, slot % 5, slot > 5),
         "take": (x, slot % 5),
+        "go_on_": (
+            slot,
+            normal(5),
+            slot,
+            (slot % 3)[:, None].repeat(1, 9),
+            torch.zeros(5, 4).int(),
+            torch.zeros(5, 5).int(),
+            2,
+            4,
+            30,
+            1,
+        ),
         "hand_on_": (slot, normal(5), torch.zeros(8).int(), torch.zeros(2, 5).int()),
         "attention": paged_case([7, 4], [3, 1], 4, 2, 16, 4),
         "bounded_attention": (*paged_case([7, 4], [3, 1], 4, 2, 16, 4), True, 2, 3.0, normal(4)),

@@ -130,6 +130,14 @@ def test_edges(dtype: torch.dtype):
     edges.hand_on_launch(token, logprob, before, out)
     assert out[0].equal(token) and out[1].view(torch.float32).equal(logprob)
     assert before[:1500].equal(token) and before[1500:].equal(last)
+    table, gaps = (
+        (last[:, None] + index[:, None] * torch.arange(9, device=DEVICE)).int(),
+        logprob.masked_fill(fed, torch.nan),
+    )
+    told = [(torch.zeros(1500, 6).int().to(DEVICE), torch.zeros(5, 1504).int().to(DEVICE)[:, :1500]) for _ in range(2)]
+    for go_on, (guess, going) in zip((edges.go_on_launch, edges.go_on_on_cpu), told, strict=True):
+        go_on(token, gaps, last, table, guess, going, 3, 16, 100, 1)
+    assert all(a.equal(b) for a, b in zip(*told, strict=True)) and (told[0][0][:, 3] == -1).equal(fed)
 
 
 @kernel_test
