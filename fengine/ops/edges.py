@@ -176,7 +176,7 @@ def go_on(
     token_R: Tensor, logprob_R: Tensor, end_R: Tensor, page_table_RN: Tensor, guess_RK: Tensor, next_5R: Tensor,
     step: int, size: int, last_pos: int, behind: int,
 ) -> None:  # fmt: skip
-    """Notes guess `step` behind the first end_R positions in its column of guess_RK, -1 where the logprob is NaN; and in
-    next_5R, for the guess behind it: token (0 for -1), position, slot in pages of `size`, keys seen, and the position
-    drawn for, which is `behind` further. No position is behind `last_pos`. Modifies: guess_RK, next_5R."""
+    """Notes guess `step` behind the first end_R positions in its column of guess_RK, -1 where the logprob is NaN, and
+    in next_5R, for the guess behind it: token (0 for -1), position, slot in pages of `size`, keys seen, and the
+    position drawn for, which is `behind` further. No position is behind `last_pos`. Modifies: guess_RK, next_5R."""
     _go_on(token_R, logprob_R, end_R, page_table_RN, guess_RK, next_5R, step, size, last_pos, behind)

@@ -48,12 +48,12 @@ class Memo:
     room: int = 0  # tokens that the request's own pages held then
     cursor: Any = None  # where the known tokens stand in its grammar
 
-    def learn(self, ask: Ask, behind: int) -> None:
+    def learn(self, ask: Ask, behind: int, toll: float) -> None:
         """Takes what became of the last try: guesses that were drawn are computed already, but for a draft that has
-        gone on from its own stream where the target's is known now."""
+        gone on from its own stream where the target's is known now. `toll`: as of `Pace.learn`."""
         ids, drafting = ask.request.token_ids, ask.drafting
         if drafting.last is not None:
-            self.pace.learn(*drafting.last, len(ids))
+            self.pace.learn(*drafting.last, len(ids), toll)
             drafting.last = None
             self.tell(drafting)
         pairs = zip(self.guesses[:-1], ids[self.known :], strict=False)  # the last one was not computed
@@ -71,12 +71,13 @@ class DraftModel:
     """Proposes by a second model. For the loop's thread. Modifies: its KV state, and `Drafting.memo`, a `Memo`."""
 
     def __init__(
-        self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, price: float, rows: int,
+        self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, price: float, toll: float, rows: int,
         graphs: bool,
     ) -> None:  # fmt: skip
-        """`most` guesses for each of at most `rows` rows. `price` of a guess: see `Pace`. Errors: ConfigError."""
+        """`most` guesses for each of at most `rows` rows. `price` of a guess: see `Pace`; `toll`: of a try, in tokens,
+        where others wait for it. Errors: ConfigError."""
         self.head, self.spec, self.kv_dtype, self.page_size = head, head.spec, kv_dtype, page_size
-        self.most, self.price, self.rows, self.graphs = most, price, rows, graphs
+        self.most, self.price, self.toll, self.rows, self.graphs = most, price, toll, rows, graphs
         self.pages: int  # of the target; behind them lie those of row slots
         self.chain: Chain
         self.batch: InputBatch
@@ -105,7 +106,7 @@ class DraftModel:
             known, drafting = len(ask.request.token_ids), ask.drafting
             if drafting.memo is None:
                 drafting.memo, drafting.last = Memo(Pace(self.most, self.price)), None
-            drafting.memo.learn(ask, self.head.behind)
+            drafting.memo.learn(ask, self.head.behind, self.toll * (len(asks) > 1))
             pace = drafting.memo.pace
             size = min(pace.size, ask.most, self.spec.max_position - known)
             ready = ask.tried and ask.skip == 0 and known >= pace.resume_at

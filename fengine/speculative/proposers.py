@@ -90,16 +90,17 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
             "speculative_adaptive=False it guesses all the same", verify + guess,
         )  # fmt: skip
         return Speculation(ngram, most, tokens, target.vocab_size) if drafts.ngram_first else None
+    toll = (TOLL + guess) * drafts.adaptive
     rows = max(min(tokens // 2, EXPERT_ROWS if target.experts else tokens), 1)
     model = DraftModel(
-        head, kv_dtype, config.cache.page_size or 16, most, verify + guess, rows,
+        head, kv_dtype, config.cache.page_size or 16, most, verify + guess, toll, rows,
         config.compile.cuda_graph and device_of(config) != "cpu",
     )  # fmt: skip
     least = max(drafts.ngram_min_match, LONG_COPY)
     both = first_of(ngram_proposer(least, max(drafts.ngram_max_match, least)), model)
     return Speculation(
         both if drafts.ngram_first else model, most, tokens, target.vocab_size, rows + 1,
-        waits=True, mixed=drafts.ngram_first, hope=hope.gain, toll=(TOLL + guess) * drafts.adaptive, open=model.open,
+        waits=True, mixed=drafts.ngram_first, hope=hope.gain, toll=toll, open=model.open,
         feature_layers=layers,
         kv_bytes=kv_bytes_per_token(head.spec, kv_dtype) + len(layers) * target.hidden_size * kv_dtype.itemsize,
     )  # fmt: skip

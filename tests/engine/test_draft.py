@@ -107,9 +107,14 @@ def test_no_schedule_changes_a_bit(settings: dict[str, Any], target: str, strang
         assert (stats["preemptions"] > 0) == ("max_total_tokens" in settings)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{"disable_overlap_schedule": True}, {"disable_overlap_schedule": False},
+     {"max_total_tokens": 96, "max_running_requests": 3}],
+    ids=["plain", "overlap", "preempted"],
+)  # fmt: skip
 def test_a_request_rests_where_its_guesses_do_not_pay(
-    overlap: bool, target: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], target: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if a guess were cheap: a good draft guesses nearly all, a bad one hardly tries. Recordings are replayed."""
     monkeypatch.setattr(proposers, "_prices", lambda *_: (0.05, 0.05))
@@ -118,11 +123,11 @@ def test_a_request_rests_where_its_guesses_do_not_pay(
     for guess in (target, stranger):
         record = partial(RecordedScheduler, tmp_path / "steps.jsonl")
         monkeypatch.setattr(build, "Scheduler", record)
-        more = {"speculative_adaptive": True, "disable_overlap_schedule": not overlap}
-        found, stats = answers(target, guess, speculative_num_steps=4, **more)
+        found, stats = answers(target, guess, speculative_num_steps=4, **settings | {"speculative_adaptive": True})
         assert found == want and replay(tmp_path / "steps.jsonl")[0] == len(found)
         tried[guess] = stats["draft_tokens"], stats["correct_draft_tokens"]
-    assert tried[target][0] == tried[target][1] > 200 and 0 < tried[stranger][0] < tried[target][0] / 2
+    wrong = 8 * ("max_total_tokens" in settings)  # the first guesses of who comes back in the step may be another's
+    assert tried[target][0] - wrong <= tried[target][1] > 200 and 0 < tried[stranger][0] < tried[target][0] / 2
 
 
 def test_a_long_prompt_is_caught_up_with_in_pieces(

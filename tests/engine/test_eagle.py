@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fengine import Engine
 from fengine.errors import ConfigError, CorruptCheckpointError, FengineError, UnsupportedFeatureError
+from fengine.speculative import pace, proposers
 from fengine.speculative.draft import DraftModel
 
 EAGLE: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_adaptive": False}
@@ -105,12 +106,27 @@ IDS = [[5, 9, 7, 60, 3], [8] * 19, [100, 3, 90] * 9, [44]]
 
 
 def answers(target: str, draft: str | None, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
-    eagle: dict[str, Any] = {} if draft is None else EAGLE | {"speculative_draft_model_path": draft}
+    eagle: dict[str, Any] = {} if draft is None else EAGLE | {"speculative_draft_model_path": draft} | settings
     params: Any = [{"temperature": 0.9 * (i % 2), "max_new_tokens": 24, "ignore_eos": True} for i in range(len(IDS))]
-    with Engine(model_path=target, skip_tokenizer_init=True, page_size=8, **eagle, **settings) as engine:
+    with Engine(model_path=target, skip_tokenizer_init=True, page_size=8, **(eagle or settings)) as engine:
         outputs: Any = [engine.generate(input_ids=IDS, sampling_params=params, return_logprob=True) for _ in range(2)]
         stats = engine.stats()
     return [o["meta_info"]["output_token_logprobs"] for out in outputs for o in out], stats
+
+
+def guessed(target: str, draft: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[tuple[list[int], Any]]:
+    """(known tokens, guesses behind them) of greedy requests."""
+    told, own = [], DraftModel.__call__
+
+    def listen(self: DraftModel, asks: Any) -> list[list[int]]:
+        found = own(self, asks)
+        told.extend((list(a.request.token_ids), guess, a.request.params.top_k)
+                    for a, guess in zip(asks, found, strict=True))  # fmt: skip
+        return found
+
+    monkeypatch.setattr(DraftModel, "__call__", listen)
+    answers(target, draft, speculative_num_steps=4, **settings)
+    return [(ids, guess) for ids, guess, top_k in told if guess and top_k == 1]
 
 
 @pytest.mark.parametrize(
@@ -121,21 +137,28 @@ def answers(target: str, draft: str | None, **settings: Any) -> tuple[list[Any],
 def test_guesses_are_those_of_the_formulas(
     changes: dict[str, Any], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, own = [], DraftModel.__call__
-
-    def listen(self: DraftModel, asks: Any) -> list[list[int]]:
-        found = own(self, asks)
-        told.extend((list(a.request.token_ids), guess, a.request.params.temperature, a.request.params.top_k)
-                    for a, guess in zip(asks, found, strict=True))  # fmt: skip
-        return found
-
-    monkeypatch.setattr(DraftModel, "__call__", listen)
-    answers(target, write_draft(tmp_path, **changes), speculative_num_steps=4, max_running_requests=1)
+    greedy = guessed(target, write_draft(tmp_path, **changes), monkeypatch, max_running_requests=1)
     reference = Reference(target, draft_tensors(), (1, 3, 7) if changes else (2, 4, 5), bool(changes))
-    greedy = [(ids, guess) for ids, guess, _, top_k in told if guess and top_k == 1]
     assert len(greedy) >= 12 and max(len(guess) for _, guess in greedy) == 4
     for ids, guess in greedy:
         assert guess == reference.guesses(ids, len(guess))
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_total_tokens": 72}], ids=["cached", "preempted"])
+def test_what_was_drawn_in_a_rest_is_caught_up_with(
+    settings: dict[str, Any], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also over a cached prefix, and where a request is preempted while it rests."""
+    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.05, 0.05))
+    monkeypatch.setattr(pace, "REST", 3)
+    draft = write_draft(tmp_path)
+    greedy = guessed(target, draft, monkeypatch, speculative_adaptive=True, max_running_requests=3, **settings)
+    reference, last, rests = Reference(target, draft_tensors(), (2, 4, 5), False), dict[int, int](), 0
+    for ids, guess in greedy:
+        assert guess == reference.guesses(ids, len(guess))
+        rests += len(ids) > last.get(ids[0], len(ids)) + 3
+        last[ids[0]] = len(ids)
+    assert rests > 3
 
 
 @pytest.mark.parametrize(

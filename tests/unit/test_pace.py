@@ -41,6 +41,13 @@ def test_what_can_be_guessed_is_nearly_as_fast_as_the_best_fixed_number(chance: 
     assert sum(speeds) / len(speeds) > 0.92 * max(fixed(size) for size in range(1, 6))
 
 
+def test_where_others_wait_a_small_gain_is_none() -> None:
+    alone, beside = Pace(5, PRICE), Pace(5, PRICE)
+    alone.learn(4, 0, 20)
+    beside.learn(4, 0, 20, 0.3)
+    assert alone.rest == 0 < alone.gain < 0.3 and beside.resume_at == 20 + REST
+
+
 def test_guesses_that_cost_nothing_are_made_always_and_dear_ones_never() -> None:
     pace = Pace(5, 0.0)
     for known in range(50):
@@ -69,6 +76,6 @@ def test_what_was_drawn_of_guesses_is_computed_already(drawn: list[int], done: i
     memo = Memo(Pace(5, 0.9), done=10, guesses=[5, 6, 7], known=10, room=16)
     ids = [1] * 10 + drawn + [3]
     drafting = Drafting(last=(3, 0))
-    memo.learn(Ask(0, Request("r", 4, ids, SamplingParams(), 0, 20, frozenset()), drafting, 0, 1, 5), 0)
+    memo.learn(Ask(0, Request("r", 4, ids, SamplingParams(), 0, 20, frozenset()), drafting, 0, 1, 5), 0, 0.0)
     assert (memo.done, memo.guesses, drafting.last) == (min(done, len(ids) - 1), [], None)
     assert drafting.rest_until == drafting.try_from == memo.pace.resume_at - 1 > len(ids) and drafting.gain == 0.0
