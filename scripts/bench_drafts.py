@@ -105,10 +105,10 @@ def compared(llm: Engine, rows: int, tokens: int, vocab: int, runs: int) -> dict
     sides |= {f"wrong {k}": replace(on, propose=Forced(None, truth, k)) for k in (1, 5)}
     speeds: dict[str, list[float]] = {name: [] for name in sides}
     wrong, accepted = 0, {}
-    for _ in range(runs):
+    for counted in [False] + [True] * runs:  # the first round captures what is captured late
         for name, speculation in sides.items():
             speed, outputs = timed(llm, call, speculation)
-            speeds[name].append(speed)
+            speeds[name] += [speed] * counted
             wrong += differing(want, outputs)
             steps = sum(o["meta_info"].get("spec_verify_ct", 0) for o in outputs)
             drafts = sum(o["meta_info"].get("spec_num_proposed_drafts", 0) for o in outputs)
@@ -128,7 +128,7 @@ def guess_ms(llm: Engine, rows: int) -> dict[str, float]:
     """Milliseconds of a chain of guesses, the wait for them included, and of one more guess."""
     speculation: Any = llm._parts.core.stepper.scheduler.speculation
     chain, found = speculation.propose.chain, {}
-    sizes = chain._sizes(rows)
+    sizes = chain._sizes(rows, rows * chain.seen)
     for count in (1, chain.most):
         arrays, times = warm_step(sizes["T"], sizes).arrays, []
         for _ in range(30):
