@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fengine.core.request import Drafting
 from fengine.core.scheduler_output import Drafts
 from fengine.core.speculation import Ask
 from fengine.errors import ConfigError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
 from fengine.speculative.chain import Chain, Guide, Head
-from fengine.speculative.pace import Pace
+from fengine.speculative.pace import REST, Pace
 from fengine.worker.fields import Arrays
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits.bias import LogitBias
@@ -50,21 +49,27 @@ class Memo:
 
     def learn(self, ask: Ask, behind: int, toll: float) -> None:
         """Takes what became of the last try: guesses that were drawn are computed already, but for a draft that has
-        gone on from its own stream where the target's is known now. `toll`: as of `Pace.learn`."""
+        gone on from its own stream where the target's is known now. `toll`: of a try, to those that wait for it."""
         ids, drafting = ask.request.token_ids, ask.drafting
         if drafting.last is not None:
-            self.pace.learn(*drafting.last, len(ids), toll)
+            self.pace.learn(*drafting.last, len(ids))
             drafting.last = None
-            self.tell(drafting)
+            self.tell(ask, toll)
         pairs = zip(self.guesses[:-1], ids[self.known :], strict=False)  # the last one was not computed
         right = 0 if behind else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         done = max(self.done, min(self.known - behind + right, self.room))
         self.done, self.guesses = min(done, len(ids) - behind - 1), []  # what the last token gives is needed
 
-    def tell(self, drafting: Drafting) -> None:
-        """When it is to be asked again, and what for. Modifies: drafting."""
+    def tell(self, ask: Ask, toll: float = 0.0) -> None:
+        """When it is to be asked again, and what for. Modifies: the ask's drafting.
+
+        One that gains less than the toll is tried where others pay for it; where none does, it hopes again later."""
+        drafting, known = ask.drafting, len(ask.request.token_ids)
         drafting.rest_until = drafting.try_from = self.pace.resume_at - 1
         drafting.gain = self.pace.gain
+        if 0 < drafting.gain <= toll:
+            drafting.gain = Pace(self.pace.most, self.pace.price).gain
+            drafting.try_from = max(drafting.try_from, known + REST + ask.request.num_output)
 
 
 class DraftModel:
@@ -102,16 +107,20 @@ class DraftModel:
     def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
         """One proposal for each ask; none where the draft has to catch up, or has been wrong."""
         sizes: dict[int, int] = {}  # of the asks that get a proposal, by their index
+        toll, gain = self.toll * (len(asks) > 1), 0.0
         for i, ask in enumerate(asks):
             known, drafting = len(ask.request.token_ids), ask.drafting
             if drafting.memo is None:
                 drafting.memo, drafting.last = Memo(Pace(self.most, self.price)), None
-            drafting.memo.learn(ask, self.head.behind, self.toll * (len(asks) > 1))
+            drafting.memo.learn(ask, self.head.behind, toll)
+            gain += drafting.gain if known > drafting.try_from else 0.0
             pace = drafting.memo.pace
             size = min(pace.size, ask.most, self.spec.max_position - known)
             ready = ask.tried and ask.skip == 0 and known >= pace.resume_at
             if ready and size >= ask.least:
                 sizes[i] = size
+        if gain <= toll * len(asks):  # by what has just been learnt
+            return [[] for _ in asks]
         found = self._propose([asks[i] for i in sizes], max(sizes.values(), default=0))
         proposals = dict(zip(sizes, found, strict=True))
         return [proposals.get(i, [])[: sizes.get(i)] for i in range(len(asks))]
@@ -147,7 +156,7 @@ class DraftModel:
             memo.guesses = list(takewhile(lambda token: token >= 0, found))
             if not memo.guesses:  # its numbers are not finite
                 memo.pace.stop()
-                memo.tell(ask.drafting)
+                memo.tell(ask)
 
     def _arrays(self, asks: list[Ask], chunks: list[list[int]], count: int) -> Arrays:
         """The chain's FIELDS: the chunk of each row behind what is done, and how it draws."""

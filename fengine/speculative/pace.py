@@ -25,15 +25,15 @@ class Pace:
     rest: int = 0  # tokens of the last rest
     resume_at: int = 0  # no try before so many tokens are known
 
-    def learn(self, tried: int, right: int, known: int, toll: float = 0.0) -> None:
-        """Of a try: guesses behind the first wrong one tell nothing. Where tries do not pay `toll`, it rests."""
+    def learn(self, tried: int, right: int, known: int) -> None:
+        """Of a try: guesses behind the first wrong one tell nothing. Where tries do not pay, it rests."""
         if not self.price:
             return
         self.right = self.right * FADE + right
         self.seen = self.seen * FADE + min(right + 1, tried)
         if right and self.rest:
             self.rest = 0
-        elif self.rest or self.gain <= toll:
+        elif self.rest or not self.size:
             self.rest = min(max(2 * self.rest, REST), LONGEST)
             self.resume_at, self.right, self.seen = known + self.rest, SURE * HOPE, SURE
 

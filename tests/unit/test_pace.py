@@ -41,11 +41,16 @@ def test_what_can_be_guessed_is_nearly_as_fast_as_the_best_fixed_number(chance: 
     assert sum(speeds) / len(speeds) > 0.92 * max(fixed(size) for size in range(1, 6))
 
 
-def test_where_others_wait_a_small_gain_is_none() -> None:
-    alone, beside = Pace(5, PRICE), Pace(5, PRICE)
-    alone.learn(4, 0, 20)
-    beside.learn(4, 0, 20, 0.3)
-    assert alone.rest == 0 < alone.gain < 0.3 and beside.resume_at == 20 + REST
+def test_where_nobody_pays_for_those_that_wait_it_hopes_again_later() -> None:
+    ids = [1] * 24
+    ask = Ask(0, Request("r", 20, ids, SamplingParams(), 0, 20, frozenset()), Drafting(last=(4, 0)), 0, 1, 5)
+    memo = Memo(Pace(5, PRICE))
+    memo.learn(ask, 0, 0.3)
+    assert 0 < memo.pace.gain < 0.3 < ask.drafting.gain == Pace(5, PRICE).gain
+    assert ask.drafting.rest_until < 0 and ask.drafting.try_from == 24 + REST + 4
+    ask.drafting.last = (4, 4)
+    memo.learn(ask, 0, 0.3)
+    assert ask.drafting.gain == memo.pace.gain > 0.3 and ask.drafting.try_from < 0
 
 
 def test_guesses_that_cost_nothing_are_made_always_and_dear_ones_never() -> None:
