@@ -88,7 +88,7 @@ def schedule_drafts(batch: SchedulerOutput, rows: Rows, speculation: Speculation
     tried = pays(rows, speculation)
     if speculation.waits and not tried and not speculation.mixed:
         return
-    asks = _asks(batch, speculation, tried)
+    asks = _asks(batch, rows, speculation, tried)
     proposals = speculation.propose(asks) if asks else []
     wanting = sum(map(bool, proposals))
     if not wanting:
@@ -113,7 +113,7 @@ def schedule_drafts(batch: SchedulerOutput, rows: Rows, speculation: Speculation
         rows.num_lockstep += 1
 
 
-def _asks(batch: SchedulerOutput, speculation: Speculation, tried: bool) -> list[Ask]:
+def _asks(batch: SchedulerOutput, rows: Rows, speculation: Speculation, tried: bool) -> list[Ask]:
     """What may be proposed for the rows of a batch that decode. As little per row as can be. Pure."""
     most = speculation.most
     least = 1 if len(batch.requests) == 1 or speculation.waits else min(FEW, most)
@@ -124,6 +124,8 @@ def _asks(batch: SchedulerOutput, speculation: Speculation, tried: bool) -> list
             continue
         if start < request.prompt_len or batch.counts[i] > 1 or not batch.samples[i]:
             continue  # it does not decode
+        if rows.grown.get(request) == 0:
+            continue  # the worker has not been told of it
         room = request.full - 2 - start  # the last token is drawn, not computed
         if room < least:
             continue  # at its end

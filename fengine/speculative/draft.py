@@ -12,7 +12,7 @@ Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invarian
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class Memo:
     done: int = 0  # tokens whose KV is written
     guesses: list[int] = field(default_factory=list)  # behind the `known` tokens of the last try
     known: int = 0
-    room: int = 0  # tokens that the request's own pages held then
+    room: int = 0  # tokens that pages of its own held then
     cursor: Any = None  # where the known tokens stand in its grammar
 
     def learn(self, ask: Ask, behind: int, toll: float) -> None:
@@ -152,7 +152,8 @@ class DraftModel:
             memo.done += len(chunk)
             if memo.done + self.head.behind < known:
                 continue  # it has not caught up
-            memo.known, memo.room = known, len(ask.request.pages) * self.page_size
+            memo.known, memo.room = known, self._told(ask) * self.page_size
+            memo.done = min(memo.done, memo.room)
             memo.guesses = list(takewhile(lambda token: token >= 0, found))
             if not memo.guesses:  # its numbers are not finite
                 memo.pace.stop()
@@ -160,29 +161,35 @@ class DraftModel:
 
     def _arrays(self, asks: list[Ask], chunks: list[list[int]], count: int) -> Arrays:
         """The chain's FIELDS: the chunk of each row behind what is done, and how it draws."""
-        starts, counts = [ask.drafting.memo.done for ask in asks], np.array([len(chunk) for chunk in chunks])
-        ends, end_R = np.cumsum(counts), np.array(starts) + counts
-        row_T = np.repeat(np.arange(len(chunks)), counts)
-        pos_T = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
-        table = self._table(asks, int(end_R.max()) + count)
+        slots = [ask.request.slot for ask in asks]
+        count_R = np.array([len(chunk) for chunk in chunks])
+        last_R, end_R = np.cumsum(count_R) - 1, np.array([ask.drafting.memo.done for ask in asks]) + count_R
+        row_T = np.repeat(np.arange(len(asks)), count_R)
+        pos_T = np.arange(len(row_T)) + (end_R - last_R - 1)[row_T]
+        table = self._table(asks, slots, int(end_R.max()) + count)
         fields = {
-            "token_T": [token for chunk in chunks for token in chunk], "pos_T": pos_T,
+            "token_T": list(chain.from_iterable(chunks)), "pos_T": pos_T,
             "slot_T": table[row_T, pos_T // self.page_size] * self.page_size + pos_T % self.page_size,
-            "q_start_B": [0, *ends], "kv_len_R": end_R, "page_table_RN": table, "logit_index_R": ends - 1,
+            "q_start_B": [0, *(last_R + 1)], "kv_len_R": end_R, "page_table_RN": table, "logit_index_R": last_R,
             "pos_R": end_R + self.head.behind,
         }  # fmt: skip
-        slots = [ask.request.row for ask in asks]
         sampling = {name: values[slots] for name, values in self.batch.sampling.items()}
         return {name: np.array(values, np.int32) for name, values in fields.items()} | sampling
 
-    def _table(self, asks: list[Ask], longest: int) -> np.ndarray:
-        """Page tables [R, N], with the row slot's own page behind those of its request."""
-        table = np.zeros((len(asks), -(-longest // self.page_size)), np.int32)
-        for row, ask in zip(table, asks, strict=True):
-            pages = ask.request.pages[: len(row)]
-            row[: len(pages)] = pages
-            row[len(pages) :] = self.pages + ask.request.slot
-        return table
+    def _table(self, asks: list[Ask], slots: list[int], longest: int) -> np.ndarray:
+        """Page tables [R, N]; behind the pages of what is computed, which were told, the row slot's own page."""
+        width = -(-longest // self.page_size)
+        told_R = np.array([self._told(ask) for ask in asks])
+        own_R = np.array(slots) + self.pages
+        pages_RN = np.repeat(own_R[:, None], width, 1)
+        held = min(width, self.batch.page_table.shape[1])
+        table_RN = self.batch.page_table[slots, :held]
+        pages_RN[:, :held] = np.where(np.arange(held) < told_R[:, None], table_RN, own_R[:, None])
+        return pages_RN
+
+    def _told(self, ask: Ask) -> int:
+        """Pages of all tokens but the last: those of the steps before this one."""
+        return -(-(len(ask.request.token_ids) - 1) // self.page_size)
 
     def _guide(self, asks: list[Ask]) -> Guide:
         """Masks of the grammars of these rows, guess by guess. Modifies: the cursors of their memos."""

@@ -24,6 +24,11 @@ class Pace:
     seen: float = SURE
     rest: int = 0  # tokens of the last rest
     resume_at: int = 0  # no try before so many tokens are known
+    gain: float = 0.0  # tokens that a try brings, less what it costs
+    size: int = 0  # guesses that bring most, 0 if none pays
+
+    def __post_init__(self) -> None:
+        self._choose()
 
     def learn(self, tried: int, right: int, known: int) -> None:
         """Of a try: guesses behind the first wrong one tell nothing. Where tries do not pay, it rests."""
@@ -31,31 +36,25 @@ class Pace:
             return
         self.right = self.right * FADE + right
         self.seen = self.seen * FADE + min(right + 1, tried)
+        self._choose()
         if right and self.rest:
             self.rest = 0
         elif self.rest or not self.size:
             self.rest = min(max(2 * self.rest, REST), LONGEST)
             self.resume_at, self.right, self.seen = known + self.rest, SURE * HOPE, SURE
+        self._choose()
 
     def stop(self) -> None:
         self.resume_at = NEVER
 
-    @property
-    def size(self) -> int:
-        """Guesses that bring most, 0 if none pays."""
-        return self._best()[1]
-
-    @property
-    def gain(self) -> float:
-        """Tokens that they bring, less what they cost."""
-        gain, size = self._best()
-        return gain if size else 0.0
-
-    def _best(self) -> tuple[float, int]:
+    def _choose(self) -> None:
+        """Modifies: gain, size."""
+        self.gain, self.size, gain, least = 0.0, 0, 0.0, WAIT
         if not self.price:
-            return float(self.most), self.most
-        chance, gain, best = self.right / self.seen, 0.0, (WAIT, 0)
+            self.gain, self.size = float(self.most), self.most
+            return
+        chance = self.right / self.seen
         for count in range(1, (min(self.most, 2) if self.rest else self.most) + 1):
             gain += chance**count - self.price
-            best = max(best, (gain, count))
-        return best
+            if gain > least:
+                self.gain, self.size, least = gain, count, gain
