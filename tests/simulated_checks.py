@@ -231,11 +231,16 @@ class Checks:
         tried, expected = self._pays(self.rows.decoding), {}
         if left > 0 and len(planned) < speculation.full and (tried or speculation.mixed or not speculation.waits):
             least = 1 if len(planned) == 1 or speculation.waits else min(FEW, self.most_drafts)
+            untold = {new.rid for new in output.new_rows}
             for i, (request, start) in enumerate(zip(planned, output.starts, strict=True)):
+                if request.rid in untold:
+                    continue
                 alone = output.counts[i] - len(drafts.get(i, ())) == 1 and output.samples[i]
                 room = min(request.full - 2 - start, self.most_drafts)
                 if (record := self.records.get(request)) and start >= max(record.rest_until, request.prompt_len):
                     expected |= {i: room} if alone and room >= least else {}
+            if speculation.waits and expected:
+                expected = {i: min(room, -(-left // len(expected))) for i, room in expected.items()}
         if {ask.row: ask.most for ask in self.asks} != expected or any(ask.tried != tried for ask in self.asks):
             raise InvariantError(f"{[ask[3:] for ask in self.asks]} are asked for, not {expected}, tried {tried}")
         wanting = sum(map(bool, self.proposals))

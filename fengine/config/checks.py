@@ -164,7 +164,7 @@ def _resolved(config: EngineConfig, *, gpu: bool) -> dict[str, Any]:
 
 def _resolved_drafts(drafts: SpeculationConfig, tokens: int, gpu: bool) -> SpeculationConfig:
     """For steps of so many tokens. Pure."""
-    most, step_tokens = (6, 256) if drafts.algorithm.drafts else (16, 64)
+    most, step_tokens = (6, 128) if drafts.algorithm.drafts else (16, 64)  # more tokens take a step longer
     step_tokens = drafts.step_tokens or (step_tokens if gpu else 16)
     most = drafts.num_draft_tokens or most
     return replace(drafts, num_draft_tokens=most, step_tokens=min(step_tokens, tokens))

@@ -4,7 +4,7 @@
     {"add": {...}}  {"abort": rid}              requests as they come and go
     {"retract": n}  {"flush": 0}  {"idle": 0}   what commands did between two steps
     {"nothing": 0}                              rows were preempted, and no step came of it
-    {"guess": {rid: [...]}, "wait": {rid: [n, x]}, "schedule": {...}}   a step, as `SchedulerOutput`; what was guessed
+    {"guess": {rid: [...]}, "wait": {rid: [n, x, m]}, "schedule": {...}}  a step, as `SchedulerOutput`; what was guessed
     {"update": n, "draws": [...], "bad": [...]} what came of step n; the draws that were not finite
 
 No text is told: ids and salts stand there as keyed hashes, whose key nobody keeps. Equal ones stay equal, which is all
@@ -128,7 +128,7 @@ class RecordedScheduler(Scheduler):
             for ask, guess in zip(asks, found, strict=True):
                 if guess:
                     self._guesses[ask.request.rid] = self._hashes.all(guess[: ask.most])
-                self._waits[ask.request.rid] = [ask.drafting.try_from, ask.drafting.gain]
+                self._waits[ask.request.rid] = [ask.drafting.try_from, ask.drafting.gain, ask.drafting.hope_from]
             return found
 
         return noted
@@ -251,7 +251,8 @@ class Replay:
     def _propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         for ask in asks:
             drafting = ask.drafting
-            drafting.try_from, drafting.gain = self.waits.get(ask.request.rid, (drafting.try_from, drafting.gain))
+            told = drafting.try_from, drafting.gain, drafting.hope_from
+            drafting.try_from, drafting.gain, drafting.hope_from = self.waits.get(ask.request.rid, told)
         return [self.guesses.get(ask.request.rid, []) for ask in asks]
 
     def _draw(self, new: Request, ids: list[int], prefix: int) -> tuple[int, float]:

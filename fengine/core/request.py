@@ -43,6 +43,7 @@ class Drafting:
     rest_until: int = 0  # set by the proposer: it need not be asked before so many tokens are computed
     try_from: int = 0  # set by a model that proposes: it rests before
     gain: float = 0.0  # of a try of it, in tokens
+    hope_from: int = 1 << 40  # if nobody has tried it until so many tokens are computed, it is as a new request again
     memo: Any = None  # the proposer's own: what it knows of the tokens, and what it has learnt
 
 

@@ -75,9 +75,16 @@ def pays(rows: Rows, speculation: Speculation) -> bool:
     count = len(rows.decoding)
     if not speculation.waits or not 0 < count < speculation.full:
         return False
-    records = ((request.drafting, request.num_computed) for request in rows.decoding)
-    gain = sum(drafting.gain for drafting, start in records if drafting is not None and start >= drafting.try_from)
+    hope = speculation.hope
+    gain = sum(gain_of(r.drafting, r.num_computed, hope) for r in rows.decoding if r.drafting is not None)
     return gain > count * (speculation.toll if count > 1 else 0.0)
+
+
+def gain_of(drafting: Drafting, computed: int, hope: float) -> float:
+    """What a try of a model for a request brings, by so many computed tokens. Pure."""
+    if computed < drafting.try_from:
+        return 0.0
+    return drafting.gain if computed < drafting.hope_from else hope
 
 
 def schedule_drafts(batch: SchedulerOutput, rows: Rows, speculation: Speculation) -> None:
@@ -88,7 +95,7 @@ def schedule_drafts(batch: SchedulerOutput, rows: Rows, speculation: Speculation
     tried = pays(rows, speculation)
     if speculation.waits and not tried and not speculation.mixed:
         return
-    asks = _asks(batch, rows, speculation, tried)
+    asks = _asks(batch, rows, speculation, tried, left)
     proposals = speculation.propose(asks) if asks else []
     wanting = sum(map(bool, proposals))
     if not wanting:
@@ -113,8 +120,8 @@ def schedule_drafts(batch: SchedulerOutput, rows: Rows, speculation: Speculation
         rows.num_lockstep += 1
 
 
-def _asks(batch: SchedulerOutput, rows: Rows, speculation: Speculation, tried: bool) -> list[Ask]:
-    """What may be proposed for the rows of a batch that decode. As little per row as can be. Pure."""
+def _asks(batch: SchedulerOutput, rows: Rows, speculation: Speculation, tried: bool, left: int) -> list[Ask]:
+    """What may be proposed for the rows of a batch that decode, of `left` tokens. As little per row as can be. Pure."""
     most = speculation.most
     least = 1 if len(batch.requests) == 1 or speculation.waits else min(FEW, most)
     asks = []
@@ -131,6 +138,9 @@ def _asks(batch: SchedulerOutput, rows: Rows, speculation: Speculation, tried: b
             continue  # at its end
         allowed = most if request.params.bare else min(most, MOST_EDITED)
         asks.append(Ask(i, request, drafting, start + 1 - len(request.token_ids), least, min(allowed, room), tried))
+    if speculation.waits and asks:  # a model makes no guesses for which the step has no room
+        share = -(-left // len(asks))
+        return [ask._replace(most=share) if ask.most > share else ask for ask in asks]
     return asks
 
 

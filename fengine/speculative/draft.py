@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fengine.core.scheduler_output import Drafts
-from fengine.core.speculation import Ask
+from fengine.core.speculation import Ask, gain_of
 from fengine.errors import ConfigError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
@@ -47,29 +47,25 @@ class Memo:
     room: int = 0  # tokens that pages of its own held then
     cursor: Any = None  # where the known tokens stand in its grammar
 
-    def learn(self, ask: Ask, behind: int, toll: float) -> None:
+    def learn(self, ask: Ask, behind: int) -> None:
         """Takes what became of the last try: guesses that were drawn are computed already, but for a draft that has
-        gone on from its own stream where the target's is known now. `toll`: of a try, to those that wait for it."""
+        gone on from its own stream where the target's is known now."""
         ids, drafting = ask.request.token_ids, ask.drafting
         if drafting.last is not None:
             self.pace.learn(*drafting.last, len(ids))
             drafting.last = None
-            self.tell(ask, toll)
+            self.tell(ask)
         pairs = zip(self.guesses[:-1], ids[self.known :], strict=False)  # the last one was not computed
         right = 0 if behind else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         done = max(self.done, min(self.known - behind + right, self.room))
         self.done, self.guesses = min(done, len(ids) - behind - 1), []  # what the last token gives is needed
 
-    def tell(self, ask: Ask, toll: float = 0.0) -> None:
-        """When it is to be asked again, and what for. Modifies: the ask's drafting.
-
-        One that gains less than the toll is tried where others pay for it; where none does, it hopes again later."""
-        drafting, known = ask.drafting, len(ask.request.token_ids)
+    def tell(self, ask: Ask) -> None:
+        """When it is to be asked again, and what for. Modifies: the ask's drafting."""
+        drafting = ask.drafting
         drafting.rest_until = drafting.try_from = self.pace.resume_at - 1
         drafting.gain = self.pace.gain
-        if 0 < drafting.gain <= toll:
-            drafting.gain = Pace(self.pace.most, self.pace.price).gain
-            drafting.try_from = max(drafting.try_from, known + REST + ask.request.num_output)
+        drafting.hope_from = len(ask.request.token_ids) + REST + ask.request.num_output
 
 
 class DraftModel:
@@ -83,6 +79,7 @@ class DraftModel:
         where others wait for it. Errors: ConfigError."""
         self.head, self.spec, self.kv_dtype, self.page_size = head, head.spec, kv_dtype, page_size
         self.most, self.price, self.toll, self.rows, self.graphs = most, price, toll, rows, graphs
+        self.hope = Pace(most, price).gain
         self.pages: int  # of the target; behind them lie those of row slots
         self.chain: Chain
         self.batch: InputBatch
@@ -107,19 +104,19 @@ class DraftModel:
     def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
         """One proposal for each ask; none where the draft has to catch up, or has been wrong."""
         sizes: dict[int, int] = {}  # of the asks that get a proposal, by their index
-        toll, gain = self.toll * (len(asks) > 1), 0.0
+        gain = 0.0
         for i, ask in enumerate(asks):
             known, drafting = len(ask.request.token_ids), ask.drafting
             if drafting.memo is None:
                 drafting.memo, drafting.last = Memo(Pace(self.most, self.price)), None
-            drafting.memo.learn(ask, self.head.behind, toll)
-            gain += drafting.gain if known > drafting.try_from else 0.0
+            drafting.memo.learn(ask, self.head.behind)
+            gain += gain_of(drafting, known - 1, self.hope)
             pace = drafting.memo.pace
             size = min(pace.size, ask.most, self.spec.max_position - known)
             ready = ask.tried and ask.skip == 0 and known >= pace.resume_at
             if ready and size >= ask.least:
                 sizes[i] = size
-        if gain <= toll * len(asks):  # by what has just been learnt
+        if gain <= self.toll * len(asks) * (len(asks) > 1):  # by what has just been learnt
             return [[] for _ in asks]
         found = self._propose([asks[i] for i in sizes], max(sizes.values(), default=0))
         proposals = dict(zip(sizes, found, strict=True))

@@ -59,7 +59,8 @@ def first_of(ngram: Proposer, model: Proposer) -> Proposer:
             found[i] = list(proposal)
         for i, (ask, memo) in enumerate(zip(asks, memos, strict=True)):
             memo.last[:] = [memo.model if i in left else memo.ngram]
-            ask.drafting.try_from, ask.drafting.gain = memo.model.try_from, memo.model.gain
+            told = memo.model
+            ask.drafting.try_from, ask.drafting.gain, ask.drafting.hope_from = told.try_from, told.gain, told.hope_from
             ask.drafting.rest_until = min(memo.ngram.rest_until, memo.model.rest_until)
         return found
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from fengine.core.request import Drafting, Request, SamplingParams
-from fengine.core.speculation import Ask
+from fengine.core.speculation import Ask, gain_of
 from fengine.speculative.draft import Memo
 from fengine.speculative.pace import LONGEST, REST, WAIT, Pace
 
@@ -41,16 +41,17 @@ def test_what_can_be_guessed_is_nearly_as_fast_as_the_best_fixed_number(chance: 
     assert sum(speeds) / len(speeds) > 0.92 * max(fixed(size) for size in range(1, 6))
 
 
-def test_where_nobody_pays_for_those_that_wait_it_hopes_again_later() -> None:
+def test_who_is_not_tried_for_long_is_as_new_again() -> None:
+    """Beside others a small gain does not pay for those that wait, and nobody would ever learn of a larger one."""
     ids = [1] * 24
     ask = Ask(0, Request("r", 20, ids, SamplingParams(), 0, 20, frozenset()), Drafting(last=(4, 0)), 0, 1, 5)
-    memo = Memo(Pace(5, PRICE))
-    memo.learn(ask, 0, 0.3)
-    assert 0 < memo.pace.gain < 0.3 < ask.drafting.gain == Pace(5, PRICE).gain
-    assert ask.drafting.rest_until < 0 and ask.drafting.try_from == 24 + REST + 4
-    ask.drafting.last = (4, 4)
-    memo.learn(ask, 0, 0.3)
-    assert ask.drafting.gain == memo.pace.gain > 0.3 and ask.drafting.try_from < 0
+    memo, hope = Memo(Pace(5, PRICE)), Pace(5, PRICE).gain
+    memo.learn(ask, 0)
+    again = 24 + REST + 4
+    assert 0 < memo.pace.gain < 0.3 < hope and ask.drafting.rest_until < 0
+    assert [gain_of(ask.drafting, n, hope) for n in (24, again - 1, again)] == [memo.pace.gain, memo.pace.gain, hope]
+    ask.drafting.try_from = again + 9
+    assert gain_of(ask.drafting, again, hope) == 0.0
 
 
 def test_guesses_that_cost_nothing_are_made_always_and_dear_ones_never() -> None:
@@ -81,6 +82,6 @@ def test_what_was_drawn_of_guesses_is_computed_already(drawn: list[int], done: i
     memo = Memo(Pace(5, 0.9), done=10, guesses=[5, 6, 7], known=10, room=16)
     ids = [1] * 10 + drawn + [3]
     drafting = Drafting(last=(3, 0))
-    memo.learn(Ask(0, Request("r", 4, ids, SamplingParams(), 0, 20, frozenset()), drafting, 0, 1, 5), 0, 0.0)
+    memo.learn(Ask(0, Request("r", 4, ids, SamplingParams(), 0, 20, frozenset()), drafting, 0, 1, 5), 0)
     assert (memo.done, memo.guesses, drafting.last) == (min(done, len(ids) - 1), [], None)
     assert drafting.rest_until == drafting.try_from == memo.pace.resume_at - 1 > len(ids) and drafting.gain == 0.0
