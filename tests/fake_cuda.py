@@ -155,8 +155,9 @@ def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
     runner = CudaRunner(
         old.params, old.forward, old.unembed, stages, rows=rows, tokens=limits.max_step_tokens,
         width=core.stepper.input_batch.page_table.shape[1], vocab=parts.spec.vocab_size, graphs=True, device="cpu",
-        adapter_slots=old.adapter_slots,
+        adapter_slots=old.adapter_slots, guesses=limits.max_running_requests * speculation.most if speculation else 0,
     )  # fmt: skip
+    core.stepper.input_batch.guesses = rows, speculation.most if speculation else 0
 
     def swap() -> None:
         core.stepper.kv = KVHandle(runner.warm_up(core.stepper.kv.take(), page_size))
@@ -176,7 +177,7 @@ def use_draft_graphs(parts: Parts, monkeypatch: Any) -> Graphs:
     def reopen() -> None:
         kv = stepper.kv.take()
         stepper.kv = KVHandle(kv)
-        speculation.open(kv, stepper.input_batch)
+        speculation.open(kv, stepper.input_batch, stepper.runner.guess_token_S)
 
     in_loop(parts.core, reopen)
     return speculation.propose.chain.graphs

@@ -63,7 +63,7 @@ class RecordedScheduler(Scheduler):
         self._hashes, self._told, self._guesses, self._waits, self._scheduling = Hashes(), {}, {}, {}, False
         speculation: Speculation | None = settings.get("speculation")
         if speculation is not None:
-            settings["speculation"] = replace(speculation, propose=self._noted(speculation.propose))
+            settings["speculation"] = replace(speculation, propose=self._noted(speculation.propose), reveal=None)
         plain = {name: value for name, value in settings.items() if name not in ("policy", "speculation")}
         guesses = None if speculation is None else [getattr(speculation, name) for name in SPECULATION]
         policy = settings.get("policy", Policy.fcfs).value

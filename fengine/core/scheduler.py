@@ -248,6 +248,10 @@ class Scheduler:
         finished = scheduled.take(tokens, logprobs)
         for request in finished:
             self._end_drawn(request, faults.get(request.rid) if faults else None)
+        if scheduled.guessed and self.speculation and self.speculation.reveal:
+            guesses = self.speculation.reveal()
+            for draft in scheduled.drafts:
+                draft.token_ids[:] = guesses[scheduled.requests[draft.index]][: len(draft.token_ids)]
         if scheduled.drafts:
             finished += take_drafts(scheduled, self._rows, tokens, logprobs, self._end_drawn)
             self._admission.blocked = False  # pages have come back

@@ -43,6 +43,7 @@ class SchedulerOutput:
     token_ids: list[int] = field(default_factory=list)  # of all rows, one behind the other; 0 where it is fed
     fed: list[int] = field(default_factory=list)  # indexes into token_ids of what the same slot drew the step before
     drafts: list[Drafts] = field(default_factory=list)
+    guessed: bool = False  # the tokens of drafts are 0 here, and on the device
     new_rows: list[Request] = field(default_factory=list)
     new_pages: list[AddedPages] = field(default_factory=list)
     adapters: list[tuple[int, int]] = field(default_factory=list)  # (slot, number of the load) to be written before it

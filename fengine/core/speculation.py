@@ -13,9 +13,9 @@ the reserve of the rows that run. While they are in flight their row waits, for 
 Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; here the draws are coupled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fengine.core.request import Drafting, Request
 from fengine.core.running import Rows
@@ -25,6 +25,7 @@ from fengine.core.scheduler_output import Drafts, SchedulerOutput
 class Ask(NamedTuple):
     """Guess what follows the `token_ids` of the batch's row `row`, leaving out the first `skip` tokens, which are drawn
     already. There is room for `most` tokens, and fewer than `least` are not worth it. `tried`: a model may be asked.
+    `late`: the proposal may be `Late`.
     """
 
     row: int
@@ -34,6 +35,11 @@ class Ask(NamedTuple):
     least: int
     most: int
     tried: bool = True
+    late: bool = False
+
+
+class Late(list[int]):
+    """A proposal of which the host knows only the length yet: the tokens lie on the device, where its step is fed."""
 
 
 MOST_EDITED = 16  # drafts of a row in a step whose logits are edited, or of which more is read than draws
@@ -56,7 +62,8 @@ class Speculation:
     hope: float = 0.0  # what a new request gains by a try of it, in tokens
     toll: float = 0.0  # what a try costs every row beside others, those with nothing to gain too
     kv_bytes: int = 0  # that a token of the pool takes beside the model's own
-    open: Callable[[Any, Any], None] = lambda kv, input_batch: None  # told of the model's KV state, and of its rows
+    open: Callable[..., None] = lambda *_: None  # told of the model's KV state, its rows, where guesses are fed from
+    reveal: Callable[[], Mapping[Request, list[int]]] | None = None  # waits for `Late` proposals, and tells them
     feature_layers: tuple[int, ...] = ()  # of the model, whose streams are wanted beside the KV
 
 
@@ -100,7 +107,7 @@ def schedule_drafts(batch: SchedulerOutput, rows: Rows, speculation: Speculation
     wanting = sum(map(bool, proposals))
     if not wanting:
         return
-    spare = rows.spare()
+    batch.guessed, spare = any(isinstance(proposal, Late) for proposal in proposals), rows.spare()
     for ask, proposal in zip(asks, proposals, strict=True):
         if not proposal:
             continue
@@ -137,7 +144,8 @@ def _asks(batch: SchedulerOutput, rows: Rows, speculation: Speculation, tried: b
         if room < least:
             continue  # at its end
         allowed = most if request.params.bare else min(most, MOST_EDITED)
-        asks.append(Ask(i, request, drafting, start + 1 - len(request.token_ids), least, min(allowed, room), tried))
+        skip, late = start + 1 - len(request.token_ids), speculation.reveal is not None and request.params.bare
+        asks.append(Ask(i, request, drafting, skip, least, min(allowed, room), tried, late))
     if speculation.waits and asks:  # a model makes no guesses for which the step has no room
         share = -(-left // len(asks))
         return [ask._replace(most=share) if ask.most > share else ask for ask in asks]

@@ -114,7 +114,7 @@ def assemble(
     group = None if ranks is None else ranks.join(dock_of(config, spec))
     worker = make_worker(config, loaded, features, group, 0 if speculation is None else speculation.kv_bytes)
     if speculation is not None:
-        speculation.open(worker.kv, worker.input_batch)
+        speculation.open(worker.kv, worker.input_batch, worker.runner.guess_token_S)
     size, kv_dtype, adapters = worker.size, worker.kv_dtype, worker.adapters
     slots, images = 0 if adapters is None else adapters.slots, image_rows(config, loaded.params)
     scheduler = make_scheduler(config, spec, size, speculation, slots, images)
@@ -123,11 +123,12 @@ def assemble(
     weights = LiveWeights(loaded.params, spec, loaded.model_dir, loaded.from_disk, group)
     updates = WeightUpdates(weights, core, ranks)
     empty, input_batch = pool_of(config, loaded.spec, worker), worker.input_batch
+    guess_token_S = worker.runner.guess_token_S
 
     def new_kv() -> KVState:  # names no worker, whose first KV state it would keep
         kv = empty()
         if speculation is not None:
-            speculation.open(kv, input_batch)
+            speculation.open(kv, input_batch, guess_token_S)
         return kv
 
     memory = DeviceMemory(worker.runner, weights, new_kv, page_size, core.stepper.swap_kv)

@@ -94,7 +94,8 @@ def make_worker(
     seconds = time.perf_counter() - before
     write = None if adapters is None else adapters.write
     width = -(-loaded.context_length // page_size)
-    input_batch = InputBatch(rows, width, page_size, stages, slots, write, images, runner.grouped)
+    guesses = len(runner.last_token_R) - len(runner.guess_token_S), len(runner.guess_token_S) // rows
+    input_batch = InputBatch(rows, width, page_size, stages, slots, write, images, runner.grouped, guesses)
     return Worker(runner, input_batch, adapters, kv, kv_dtype, size, seconds)
 
 
@@ -112,13 +113,14 @@ def make_runner(
     rows, tokens = config.scheduler.max_running_requests or 1, config.scheduler.max_step_tokens or 1
     stepped = replace(loaded.spec.part(config.parallel.tp_size), exact=config.numerics is Numerics.exact)
     forward, unembed = make_forward(stepped, compiled=bool(config.compile.enabled)), make_unembed(stepped)
-    windows = windows_of(config, stepped, loaded.context_length)
+    windows, drafts = windows_of(config, stepped, loaded.context_length), config.speculation
+    guesses = rows * ((drafts.num_draft_tokens or 1) - 1) if drafts.algorithm.drafts and group is None else 0
     grouped = windows is not None and not windows.alone
     if device_of(config) == "cpu":
         return CpuRunner(loaded.params, forward, unembed, slots, sampler, letters_of(loaded.spec), grouped)
     return CudaRunner(
         loaded.params, forward, unembed, stages, tokens=tokens, vocab=loaded.spec.vocab_size,
-        rows=max(rows, 0 if config.speculation.algorithm is Algorithm.none else config.speculation.step_tokens or 0),
+        rows=max(rows, 0 if drafts.algorithm is Algorithm.none else drafts.step_tokens or 0), guesses=guesses,
         width=-(-loaded.context_length // (config.cache.page_size or 16)), graphs=config.compile.cuda_graph,
         prefill_graphs=config.compile.prefill_graphs, graph_rows=config.compile.graph_rows,
         device=device_of(config), adapter_slots=slots, sampler=sampler, images=letters_of(loaded.spec),

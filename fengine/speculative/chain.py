@@ -3,7 +3,8 @@
     catch up: tokens the draft has not seen --head--> logits --edits--> draw --> guess 0 --head--> ... --> guess K-1
 
 Tokens, positions and pages of all but the first guess are computed on the device, so the host waits once, for all of
-them. Where grammars mask guesses it computes each mask behind the guess before, and waits for each.
+them, or not before they are verified. Where grammars mask guesses it computes each mask behind the guess before, and
+waits for each.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ NULL = {"page_table_RN": 0, "kv_len_R": 1}  # rows of padding go on in the null 
 FIELDS = tuple(
     field._replace(pad=NULL.get(field.name, field.pad)) for field in INPUTS if not field.name.startswith("feed_")
 )
-GUESSES = Field("guess_RK", torch.int32)
+GUESSES, SLOTS = Field("guess_RK", torch.int32), Field("guess_slot_R", torch.int32)  # row slots
 HELD = (64, 256, 1024)  # tokens to catch up with, of which there are graphs besides
 PIECE = 512  # more of them are padded to multiples of it, and run
 Guide = Callable[[np.ndarray | None], Filled | None]  # masks behind the guesses before [R]; None: behind what is known
@@ -61,18 +62,20 @@ class Chain:
 
     def __init__(
         self, head: Head, kv: KVState, feature_PSX: Tensor | None, edits: Sequence[LogitsStage], width: int, rows: int,
-        most: int, tokens: int, graphs: bool,
+        most: int, tokens: int, graphs: bool, guess_token_S: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`width` of page tables; at most `rows`, `most` guesses of each, and `tokens` to catch up with in a run."""
+        """`width` of page tables; at most `rows`, `most` guesses of each, and `tokens` to catch up with in a run.
+        `guess_token_S`: where graphs put guesses, by row slot."""
         self.head, self.kv, self.feature_PSX, self.edits = head, kv, feature_PSX, edits
         self.width, self.rows, self.most, self.device = width, rows, most, kv.k_PSGK[0].device
         self.seen = most + 1 if head.behind else 2  # tokens of a row that its last try can leave to be seen
         self.start_B = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self.next_5R = torch.zeros(5, -(-rows // 16) * 16, dtype=torch.int32, device=self.device)
         self.stream_RD: Tensor | None = None  # what next guesses go on from
-        self.graphs = Graphs(self.device) if graphs else None
+        self.graphs, self.guess_token_S = Graphs(self.device) if graphs else None, guess_token_S
         if graphs:
-            fields = sorted(FIELDS + Penalties.fields + LogitBias.fields, key=lambda field: "T" in field.letters)
+            fields = (*FIELDS, SLOTS, *Penalties.fields, *LogitBias.fields)
+            fields = sorted(fields, key=lambda field: "T" in field.letters)
             most_tokens = -(-max(tokens, rows * self.seen) // PIECE) * PIECE
             self.inputs = StaticBuffers(tuple(fields), self._sizes(rows, most_tokens), self.device)
             self.found = StaticBuffers((GUESSES,), {"R": rows, "K": most}, self.device)
@@ -81,14 +84,16 @@ class Chain:
         """Captures the graphs without edits, the largest first; nothing on a CPU."""
         for rows in reversed(decode_sizes(self.rows)) if self.graphs else ():
             for tokens in reversed(self._held(rows)):
-                self.run(warm_step(tokens, self._sizes(rows, tokens)).arrays, (), self.most)
+                self.run(warm_step(tokens, self._sizes(rows, tokens)).arrays, (), self.most)()
 
     def run(
         self, arrays: Arrays, stages: tuple[LogitsStage, ...], count: int, guide: Guide | None = None
-    ) -> np.ndarray:
-        """`count` guesses for each row, int32 [R, count]; -1 where logits were not finite. Waits for them.
+    ) -> Callable[[], np.ndarray]:
+        """What waits for `count` guesses of each row: int32 [R, count], -1 where logits were not finite. It is called
+        before the next run.
 
-        `arrays` by FIELDS and the fields of `stages`: positions whose KV is to be written first, and how rows draw."""
+        `arrays` by FIELDS, SLOTS and the fields of `stages`: positions whose KV is to be written first, and how rows
+        draw."""
         with torch.inference_mode():
             if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
                 torch.cuda.set_device(self.device)  # of the loop's thread: a logit processor may have chosen another
@@ -98,9 +103,11 @@ class Chain:
             guess_RK = self.start_B.new_full((len(arrays["kv_len_R"]), count), -1)
             for step in range(count):
                 self._guess(step, tensors, stages, guess_RK, guide)
-            return guess_RK.cpu().numpy()
+            return guess_RK.cpu().numpy
 
-    def _replay(self, graphs: Graphs, arrays: Arrays, stages: tuple[LogitsStage, ...], count: int) -> np.ndarray:
+    def _replay(
+        self, graphs: Graphs, arrays: Arrays, stages: tuple[LogitsStage, ...], count: int
+    ) -> Callable[[], np.ndarray]:
         rows, tokens = len(arrays["kv_len_R"]), len(arrays["token_T"])
         bucket = next(size for size in decode_sizes(self.rows) if size >= rows)
         held = next((size for size in self._held(bucket) if size >= tokens), 0)
@@ -115,10 +122,19 @@ class Chain:
                 run()  # which also readies this thread's libraries
                 if step or held:
                     graphs.capture_late(key, run)
-        found = {"R": bucket, "K": self.most}
+        found, done = {"R": bucket, "K": self.most}, torch.cuda.Event()
+        if self.guess_token_S is not None:
+            slot_R = self.inputs.tensors(0, sizes)[SLOTS.name][:rows].long()
+            guess_RK = self.found.tensors(0, found)[GUESSES.name][:rows]
+            self.guess_token_S.view(-1, self.most)[slot_R] = guess_RK.clamp(min=0)
         self.found.fetch(0, 0, found)
-        torch.cuda.current_stream().synchronize()
-        return self.found.arrays(0, found)["guess_RK"][:rows, :count].copy()
+        done.record(torch.cuda.current_stream())
+
+        def guesses() -> np.ndarray:
+            done.synchronize()
+            return self.found.arrays(0, found)[GUESSES.name][:rows, :count].copy()
+
+        return guesses
 
     def _into_buffers(self, sizes: Sizes, stages: tuple[LogitsStage, ...], step: int) -> None:
         guess_RK = self.found.tensors(0, {"R": sizes["R"], "K": self.most})["guess_RK"]

@@ -10,20 +10,22 @@ them; a request whose guesses do not pay rests, and runs as any other.
 Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from fengine.core.request import Request
 from fengine.core.scheduler_output import Drafts
-from fengine.core.speculation import Ask, gain_of
+from fengine.core.speculation import Ask, Late, gain_of
 from fengine.errors import ConfigError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
-from fengine.speculative.chain import Chain, Guide, Head
+from fengine.speculative.chain import SLOTS, Chain, Guide, Head
 from fengine.speculative.pace import REST, Pace
 from fengine.worker.fields import Arrays
 from fengine.worker.input_batch import InputBatch
@@ -68,6 +70,13 @@ class Memo:
         drafting.hope_from = len(ask.request.token_ids) + REST + ask.request.num_output
 
 
+class Chained(NamedTuple):
+    """A run of the chain: who is guessed for, whether all it knows is seen then, and what waits for the guesses."""
+
+    rows: list[tuple[Ask, Memo, bool]]
+    guesses: Callable[[], np.ndarray]
+
+
 class DraftModel:
     """Proposes by a second model. For the loop's thread. Modifies: its KV state, and `Drafting.memo`, a `Memo`."""
 
@@ -80,6 +89,7 @@ class DraftModel:
         self.head, self.spec, self.kv_dtype, self.page_size = head, head.spec, kv_dtype, page_size
         self.most, self.price, self.toll, self.rows, self.graphs = most, price, toll, rows, graphs
         self.hope = Pace(most, price).gain
+        self.chained: Chained | None = None  # whose guesses are not known yet
         self.pages: int  # of the target; behind them lie those of row slots
         self.chain: Chain
         self.batch: InputBatch
@@ -89,22 +99,25 @@ class DraftModel:
                 f"({page_size})"
             )
 
-    def open(self, target: KVState, batch: InputBatch) -> None:
-        """Makes the draft's KV: the target's pages, and one for each row slot."""
+    def open(self, target: KVState, batch: InputBatch, guess_token_S: Tensor) -> None:
+        """Makes the draft's KV: the target's pages, and one for each row slot. `guess_token_S`: from where steps can be
+        fed with guesses, if there is any."""
         self.pages, self.batch = target.num_pages, batch
         slots, width = batch.page_table.shape
         kv = init_kv(self.spec, self.pages + slots, self.page_size, self.kv_dtype, target.k_PSGK[0].device)
         edits = [stage for name, stage in batch.stages.items() if name in (Penalties.name, LogitBias.name)]
         streams = next(iter(target.feature_PSX), None)
         self.chain = Chain(
-            self.head, kv, streams, edits, width + 1, min(self.rows, slots), self.most, CATCH_UP, self.graphs
-        )
+            self.head, kv, streams, edits, width + 1, min(self.rows, slots), self.most, CATCH_UP, self.graphs,
+            guess_token_S if len(guess_token_S) else None,
+        )  # fmt: skip
         self.chain.warm_up()
 
     def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
         """One proposal for each ask; none where the draft has to catch up, or has been wrong."""
         sizes: dict[int, int] = {}  # of the asks that get a proposal, by their index
         gain = 0.0
+        self.reveal()  # what a step was not fed with
         for i, ask in enumerate(asks):
             known, drafting = len(ask.request.token_ids), ask.drafting
             if drafting.memo is None:
@@ -120,7 +133,21 @@ class DraftModel:
             return [[] for _ in asks]
         found = self._propose([asks[i] for i in sizes], max(sizes.values(), default=0))
         proposals = dict(zip(sizes, found, strict=True))
-        return [proposals.get(i, [])[: sizes.get(i)] for i in range(len(asks))]
+        kind = list if self.chained is None else Late
+        return [kind(proposals.get(i, [])[: sizes.get(i)]) for i in range(len(asks))]
+
+    def reveal(self) -> dict[Request, list[int]]:
+        """The guesses of the last run; waits for them. Modifies: the memos."""
+        if self.chained is None:
+            return {}
+        (rows, guesses), self.chained = self.chained, None
+        found_RK = guesses().tolist()
+        for (ask, memo, seen), found in zip(rows, found_RK, strict=True):
+            memo.guesses = list(takewhile(lambda token: token >= 0, found)) if seen else []
+            if seen and not memo.guesses:  # its numbers are not finite
+                memo.pace.stop()
+                memo.tell(ask)
+        return {ask.request: found for (ask, _, _), found in zip(rows, found_RK, strict=True)}
 
     def _propose(self, asks: list[Ask], count: int) -> list[list[int]]:
         """`count` guesses for each, none where the draft has to catch up. Modifies: the KV state, the memos."""
@@ -143,18 +170,18 @@ class DraftModel:
         edits = [stage.stage(step, np.ones(len(asks), np.bool_)) for stage in self.chain.edits]
         stages = tuple(stage for stage in edits if stage is not None)
         guide = self._guide(asks) if any(ask.request.params.grammar is not None for ask in asks) else None
-        found_RK = self.chain.run(arrays, stages, count, guide)
-        for ask, chunk, found in zip(asks, chunks, found_RK.tolist(), strict=True):
+        rows = []
+        for ask, chunk in zip(asks, chunks, strict=True):
             memo, known = ask.drafting.memo, len(ask.request.token_ids)
             memo.done += len(chunk)
-            if memo.done + self.head.behind < known:
-                continue  # it has not caught up
-            memo.known, memo.room = known, self._told(ask) * self.page_size
-            memo.done = min(memo.done, memo.room)
-            memo.guesses = list(takewhile(lambda token: token >= 0, found))
-            if not memo.guesses:  # its numbers are not finite
-                memo.pace.stop()
-                memo.tell(ask)
+            seen = memo.done + self.head.behind >= known
+            rows.append((ask, memo, seen))
+            if seen:
+                memo.known, memo.room = known, self._told(ask) * self.page_size
+                memo.done, memo.guesses = min(memo.done, memo.room), [0] * count
+        self.chained = Chained(rows, self.chain.run(arrays, stages, count, guide))
+        if stages or guide is not None or self.chain.guess_token_S is None or not all(ask.late for ask in asks):
+            self.reveal()
 
     def _arrays(self, asks: list[Ask], chunks: list[list[int]], count: int) -> Arrays:
         """The chain's FIELDS: the chunk of each row behind what is done, and how it draws."""
@@ -168,7 +195,7 @@ class DraftModel:
             "token_T": list(chain.from_iterable(chunks)), "pos_T": pos_T,
             "slot_T": table[row_T, pos_T // self.page_size] * self.page_size + pos_T % self.page_size,
             "q_start_B": [0, *(last_R + 1)], "kv_len_R": end_R, "page_table_RN": table, "logit_index_R": last_R,
-            "pos_R": end_R + self.head.behind,
+            "pos_R": end_R + self.head.behind, SLOTS.name: slots,
         }  # fmt: skip
         sampling = {name: values[slots] for name, values in self.batch.sampling.items()}
         return {name: np.array(values, np.int32) for name, values in fields.items()} | sampling

@@ -59,13 +59,17 @@ class CudaRunner:
         self, params: Params, forward: ForwardFn, unembed: UnembedFn, stages: tuple[LogitsStage, ...], *, rows: int,
         tokens: int, width: int, vocab: int, graphs: bool, device: str, adapter_slots: int,
         sampler: SampleFn = sample_rows, prefill_graphs: bool = True, graph_rows: int | None = None,
-        images: str = "", grouped: bool = False,
+        images: str = "", grouped: bool = False, guesses: int = 0,
     ) -> None:  # fmt: skip
-        """`images`: letters of the fields of IMAGES. `grouped`: windowed layers have pages of their own."""
+        """`images`: letters of the fields of IMAGES. `grouped`: windowed layers have pages of their own. `guesses`: how
+        many tokens lie behind the drawn ones, to be fed."""
         self.params, self.forward, self.unembed, self.stages = params, forward, unembed, stages
         self.sampler, self.grouped = sampler, grouped
         self.width, self.vocab, self.adapter_slots, self.images = width, vocab, adapter_slots, images
-        self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
+        self.rows, self.device = (
+            rows,
+            torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device),
+        )
         self.buckets = Buckets(rows, tokens, graphs, adapter_slots > 0, prefill_graphs, graph_rows)
         self.graphs = Graphs(self.device)
         self.tables = 0  # the versions of the stages' tables that graphs hold
@@ -78,7 +82,8 @@ class CudaRunner:
         self.found = StaticBuffers(OUTPUTS, output_sizes(rows, min(TOPS[-1], vocab)), self.device)
         self.ended = [torch.cuda.Event() for _ in range(2)]  # the last step over this input has
         self.sent = [torch.cuda.Event() for _ in range(2)]  # what it found is on the host
-        self.last_token_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.last_token_R = torch.zeros(rows + guesses, dtype=torch.int32, device=self.device)
+        self.guess_token_S = self.last_token_R[rows:]
         self.hidden_TD = blank_hidden(params, min(GRAPH_TOKENS, most.tokens) if graphs else 0)
         self.turn = 0
         self.drawn: Drawn = list  # gives the tokens of the step before; may wait
@@ -257,7 +262,7 @@ class CudaRunner:
         if not arrays:
             return
         if self.masks is None:
-            self.masks = StaticBuffers(StructuredOutput.fields, self._mask_sizes(len(self.last_token_R)), self.device)
+            self.masks = StaticBuffers(StructuredOutput.fields, self._mask_sizes(self.rows), self.device)
         self.masks.fill(arrays, self._mask_sizes(rows), self.turn)
         self.masks.send(self.turn, which, self._mask_sizes(rows), len(arrays["mask_MW"]))
 

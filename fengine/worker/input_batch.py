@@ -27,9 +27,10 @@ class InputBatch:
     def __init__(
         self, rows: int, width: int, page_size: int, stages: Sequence[LogitsStage] = (), adapter_slots: int = 0,
         write_adapter: Callable[[int, int], None] | None = None, images: ImageInputs | None = None,
-        grouped: bool = False,
+        grouped: bool = False, guesses: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
-        """`grouped`: windowed layers have pages of their own."""
+        """`grouped`: windowed layers have pages of their own. `guesses`: where they are fed from, how many a row."""
+        self.guesses = guesses
         self.images = images
         self.page_size, self.adapter_slots, self.write_adapter = page_size, adapter_slots, write_adapter
         self.adapter = np.full(rows, adapter_slots, np.int32)  # slot of its adapter; behind the last: none
@@ -159,12 +160,19 @@ class InputBatch:
         return self.gathered
 
     def _feed(self, output: SchedulerOutput, row_T: np.ndarray, slot_R: np.ndarray) -> Arrays:
-        """Which tokens the step before has drawn, and in which of its rows. Modifies: the rows of the step before."""
+        """Which tokens the step before has drawn, and in which of its rows; and which are guesses, and where they lie.
+        Modifies: the rows of the step before."""
         index_T, from_T = np.zeros(len(row_T), np.int32), np.zeros(len(row_T), np.bool_)
         if output.fed:
             fed = np.array(output.fed)
             from_T[fed] = True
             index_T[fed] = self.last_index[row_T[fed]]
+        if output.guessed:
+            (first, most), end_R = self.guesses, np.add.accumulate(output.counts)
+            for i, draft in output.drafts:
+                guess_T = slice(end_R[i] - len(draft), end_R[i])
+                from_T[guess_T] = True
+                index_T[guess_T] = np.arange(len(draft)) + (first + output.rows[i] * most)
         self.last_index[slot_R] = np.arange(len(slot_R), dtype=np.int32)
         return {"feed_index_T": index_T, "feed_from_T": from_T}
 

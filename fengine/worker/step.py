@@ -143,6 +143,7 @@ class CpuRunner:
         self.params, self.forward, self.unembed, self.adapter_slots = params, forward, unembed, adapter_slots
         self.sampler, self.images, self.grouped = sampler, images, grouped
         self.last_token_R = torch.zeros(1, dtype=torch.int32)  # drawn by the step before
+        self.guess_token_S = self.last_token_R[:0]  # guesses are known when a step is launched
         self.drawn: Drawn = list  # gives the tokens of the step before
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:

@@ -5,13 +5,19 @@ The draft is the target itself: where its guesses go through the same edits and 
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import eagle_heads
 import pytest
 from fake_cuda import use_draft_graphs, use_graphs
+from loops import in_loop
 from torch import Tensor
 
 from fengine import Engine
+from fengine.core.speculation import Late
+from fengine.worker.hub import resolve_model
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
           "required": ["name", "age"]}  # fmt: skip
@@ -106,6 +112,47 @@ def test_chains_of_guesses_as_graphs(own: Engine, want: list[dict[str, Any]], mo
     for name, output in zip(WORK, outputs, strict=False):
         meta = output["meta_info"]
         assert 8 < meta["spec_num_correct_drafts"] >= meta["spec_num_proposed_drafts"] - 4, name  # it ends amid guesses
+
+
+@pytest.mark.parametrize("draft", ["box", "EAGLE3"])
+def test_steps_are_fed_with_guesses_that_the_host_does_not_know(
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows whose logits nobody edits, some preempted while they are verified; beside one that is edited."""
+    params: Any = [{"max_new_tokens": 30, "sampling_seed": i, "temperature": 0.7 * (i % 3)} for i in range(6)]
+    params[4] |= {"frequency_penalty": 0.6, "max_new_tokens": 9}
+    settings: dict[str, Any] = BOX | {"max_total_tokens": 128, "disable_overlap_schedule": False}
+    with Engine(**settings) as llm:
+        expected: Any = llm.generate([STORY] * 6, params, return_logprob=True)
+    if draft == "EAGLE3":
+        config = json.loads((resolve_model("box") / "config.json").read_text())
+        settings |= SELF | {"speculative_algorithm": draft}
+        settings["speculative_draft_model_path"] = eagle_heads.write(tmp_path, config)
+    else:
+        settings |= SELF
+    with Engine(**settings) as llm:
+        use_graphs(llm._parts, monkeypatch)
+        use_draft_graphs(llm._parts, monkeypatch)
+        told, scheduler = [], llm._parts.core.stepper.scheduler
+        speculation: Any = scheduler.speculation
+
+        def propose(asks: Any) -> Any:
+            found = speculation.propose(asks)
+            told.extend(guess for guess in found if guess)
+            return found
+
+        in_loop(llm._parts.core, lambda: setattr(scheduler, "speculation", replace(speculation, propose=propose)))
+        for _ in range(2):
+            found: Any = llm.generate([STORY] * 6, params, return_logprob=True)
+            assert [o["meta_info"]["output_token_logprobs"] for o in found] == [
+                o["meta_info"]["output_token_logprobs"] for o in expected
+            ]
+        stats = llm.stats()
+    late = [guess for guess in told if isinstance(guess, Late)]
+    assert len(late) > 10 and not any(map(any, late)) and stats["preemptions"] > 0
+    assert len(late) < len(told)
+    if draft == "box":
+        assert stats["correct_draft_tokens"] > 0.9 * stats["draft_tokens"]
 
 
 def same(logits: Tensor, params: list[dict[str, Any]]) -> Tensor:
