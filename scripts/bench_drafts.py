@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from bench_gpu import dummy_engine, shape
 from bench_speculation import differing
@@ -26,7 +27,7 @@ from measure import Budget, add_budget, need_gpu, parser, save
 from safetensors.torch import save_file
 
 from fengine import Engine
-from fengine.core.speculation import Ask, Speculation
+from fengine.core.speculation import Ask, Late, Speculation
 from fengine.worker.warm_up import warm_step
 
 CHANCE = 0.75  # of a guess behind right ones: 0.75 + ... + 0.75 ** 5 = 2.29 right ones in a try of five
@@ -68,7 +69,21 @@ class Forced:
     def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
         if self.count is not None:
             return [[1] * min(self.count, ask.most) if ask.skip == 0 else [] for ask in asks]
-        return [self.instead(ask, guess) for ask, guess in zip(asks, self.model(asks), strict=True)]
+        found = self.model(asks)
+        forced = [self.instead(ask, guess) for ask, guess in zip(asks, found, strict=True)]
+        return self.fed(asks, forced) if any(isinstance(guess, Late) for guess in found) else forced
+
+    def fed(self, asks: Sequence[Ask], forced: list[list[int]]) -> list[Late]:
+        """Puts them where the step is fed with the model's."""
+        chain, chained = self.model.chain, self.model.chained
+        by_request = {ask.request: guess for ask, guess in zip(asks, forced, strict=True)}
+        found = [by_request[ask.request] for ask, _, _ in chained.rows]
+        rows = [[*guess, *[1] * (chain.most - len(guess))] for guess in found]
+        slots = [ask.request.slot for ask, _, _ in chained.rows]
+        slot_R, guess_RK = (torch.tensor(x).pin_memory().to(chain.device, non_blocking=True) for x in (slots, rows))
+        chain.guess_token_S.view(-1, chain.most)[slot_R] = guess_RK.int()
+        self.model.chained = chained._replace(guesses=lambda: (chained.guesses(), np.array(rows))[1])
+        return [Late([0] * len(guess)) for guess in forced]
 
     def instead(self, ask: Ask, guess: list[int]) -> list[int]:
         request = ask.request
@@ -133,7 +148,7 @@ def guess_ms(llm: Engine, rows: int) -> dict[str, float]:
         arrays, times = warm_step(sizes["T"], sizes).arrays, []
         for _ in range(30):
             start = time.perf_counter()
-            chain.run(arrays, (), count)
+            chain.run(arrays, (), count)()
             times.append(time.perf_counter() - start)
         found[f"chain of {count}"] = statistics.median(times[5:]) * 1e3
     first, last = found.values()
