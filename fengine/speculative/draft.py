@@ -67,7 +67,7 @@ class Memo:
         drafting = ask.drafting
         drafting.rest_until = drafting.try_from = self.pace.resume_at - 1
         drafting.gain = self.pace.gain
-        drafting.hope_from = len(ask.request.token_ids) + REST + ask.request.num_output
+        drafting.hope_from = len(ask.request.token_ids) + 2 * REST + ask.request.num_output
 
 
 class Chained(NamedTuple):

@@ -47,7 +47,7 @@ def test_who_is_not_tried_for_long_is_as_new_again() -> None:
     ask = Ask(0, Request("r", 20, ids, SamplingParams(), 0, 20, frozenset()), Drafting(last=(4, 0)), 0, 1, 5)
     memo, hope = Memo(Pace(5, PRICE)), Pace(5, PRICE).gain
     memo.learn(ask, 0)
-    again = 24 + REST + 4
+    again = 24 + 2 * REST + 4
     assert 0 < memo.pace.gain < 0.3 < hope and ask.drafting.rest_until < 0
     assert [gain_of(ask.drafting, n, hope) for n in (24, again - 1, again)] == [memo.pace.gain, memo.pace.gain, hope]
     ask.drafting.try_from = again + 9
