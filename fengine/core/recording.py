@@ -190,7 +190,7 @@ class Replay:
         self.device = SimulatedDevice(given["page_size"], pages, of, self._draw, windows)
         self.adapters: dict[int, Adapter] = {}  # by the number of the load
         self.guesses: dict[str, list[int]] = {}
-        self.waits: dict[str, tuple[int, float]] = {}
+        self.waits: dict[str, tuple[int, float, int]] = {}
         self.steps: dict[int, SchedulerOutput] = {}  # in flight
         self.draws: list[int] = []  # of the step that is executed, in the device's order
         self.results: dict[int, dict[str, Any]] = {}  # updates that are still to come, by step
