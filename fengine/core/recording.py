@@ -35,7 +35,7 @@ from fengine.errors import FengineError, InputFileError, InvariantError
 SEEN = ("logprob_start", "hidden", "pool", "min_new_tokens")  # that a scheduler heeds, with "lockstep" and "whole"
 NOW = ("num_scored", "num_seen", "num_cached")  # what steps change in a request beside the scheduler
 BITS = 48  # of a hash
-SPECULATION = ("most", "step_tokens", "full", "waits", "mixed", "hope", "toll")
+SPECULATION = ("most", "step_tokens", "full", "waits", "mixed", "hope", "toll", "crowd")
 
 
 class Hashes:

@@ -61,6 +61,7 @@ class Speculation:
     mixed: bool = False  # what it does not propose, or is not asked for, others do, who need not every token
     hope: float = 0.0  # what a new request gains by a try of it, in tokens
     toll: float = 0.0  # what a try costs every row beside others, those with nothing to gain too
+    crowd: float = 0.0  # and how much more for each of them
     kv_bytes: int = 0  # that a token of the pool takes beside the model's own
     open: Callable[..., None] = lambda *_: None  # told of the model's KV state, its rows, where guesses are fed from
     reveal: Callable[[], Mapping[Request, list[int]]] | None = None  # waits for `Late` proposals, and tells them
@@ -84,7 +85,12 @@ def pays(rows: Rows, speculation: Speculation) -> bool:
         return False
     hope = speculation.hope
     gain = sum(gain_of(r.drafting, r.num_computed, hope) for r in rows.decoding if r.drafting is not None)
-    return gain > count * (speculation.toll if count > 1 else 0.0)
+    return gain > tolls(count, speculation.toll, speculation.crowd)
+
+
+def tolls(rows: int, toll: float, crowd: float) -> float:
+    """What a try costs all rows of a batch, in tokens. Pure."""
+    return rows * (toll + rows * crowd) if rows > 1 else 0.0
 
 
 def gain_of(drafting: Drafting, computed: int, hope: float) -> float:

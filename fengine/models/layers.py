@@ -175,7 +175,7 @@ def attend(
 
 
 def write_kv(
-    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors, x_TD: Tensor
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors, x_TD: Normed
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q_THK, and the written pages."""
     where = (rope_MK, batch["pos_T"], places(layer, batch)[0], k_PSGK, v_PSGK, spec.num_heads)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fengine.core.request import Request
 from fengine.core.scheduler_output import Drafts
-from fengine.core.speculation import Ask, Late, gain_of
+from fengine.core.speculation import Ask, Late, gain_of, tolls
 from fengine.errors import ConfigError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
@@ -81,11 +81,11 @@ class DraftModel:
     """Proposes by a second model. For the loop's thread. Modifies: its KV state, and `Drafting.memo`, a `Memo`."""
 
     def __init__(
-        self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, price: float, toll: float, rows: int,
-        graphs: bool,
+        self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, price: float, toll: tuple[float, float],
+        rows: int, graphs: bool,
     ) -> None:  # fmt: skip
-        """`most` guesses for each of at most `rows` rows. `price` of a guess: see `Pace`; `toll`: of a try, in tokens,
-        where others wait for it. Errors: ConfigError."""
+        """`most` guesses for each of at most `rows` rows. `price` of a guess: see `Pace`; `toll`: see `tolls`. Errors:
+        ConfigError."""
         self.head, self.spec, self.kv_dtype, self.page_size = head, head.spec, kv_dtype, page_size
         self.most, self.price, self.toll, self.rows, self.graphs = most, price, toll, rows, graphs
         self.hope = Pace(most, price).gain
@@ -129,7 +129,7 @@ class DraftModel:
             ready = ask.tried and ask.skip == 0 and known >= pace.resume_at
             if ready and size >= ask.least:
                 sizes[i] = size
-        if gain <= self.toll * len(asks) * (len(asks) > 1):  # by what has just been learnt
+        if gain <= tolls(len(asks), *self.toll):  # by what has just been learnt
             return [[] for _ in asks]
         found = self._propose([asks[i] for i in sizes], max(sizes.values(), default=0))
         proposals = dict(zip(sizes, found, strict=True))

@@ -28,7 +28,7 @@ LONG_COPY = 4  # tokens: what follows a shorter one a model knows better
 VERIFY = {"cuda": 0.04, "cpu": 0.2}  # what one more token adds to a short step, in steps of one token
 EXPERTS = 0.5  # so does one that reads experts of its own
 EXPERT_ROWS = 8  # beyond it rows of experts have no drafts
-TOLL = 0.2  # of a step: host and draft, for which the device waits, of 32 rows on one H200
+TOLL, CROWD = 0.2, 0.005  # of a step: host and draft, for which the device waits, and for each row, on one H200
 LEAST_GUESS = 0.02  # of a step, however small the draft is
 
 
@@ -91,17 +91,17 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
             "speculative_adaptive=False it guesses all the same", verify + guess,
         )  # fmt: skip
         return Speculation(ngram, most, tokens, target.vocab_size) if drafts.ngram_first else None
-    toll = (TOLL + guess) * drafts.adaptive
+    toll, crowd = (TOLL + guess) * drafts.adaptive, CROWD * drafts.adaptive
     rows = max(min(tokens // 2, EXPERT_ROWS if target.experts else tokens), 1)
     model = DraftModel(
-        head, kv_dtype, config.cache.page_size or 16, most, verify + guess, toll, rows,
+        head, kv_dtype, config.cache.page_size or 16, most, verify + guess, (toll, crowd), rows,
         config.compile.cuda_graph and device_of(config) != "cpu",
     )  # fmt: skip
     least = max(drafts.ngram_min_match, LONG_COPY)
     both = first_of(ngram_proposer(least, max(drafts.ngram_max_match, least)), model)
     return Speculation(
         both if drafts.ngram_first else model, most, tokens, target.vocab_size, rows + 1,
-        waits=True, mixed=drafts.ngram_first, hope=hope.gain, toll=toll, open=model.open,
+        waits=True, mixed=drafts.ngram_first, hope=hope.gain, toll=toll, crowd=crowd, open=model.open,
         reveal=None if drafts.ngram_first else model.reveal,
         feature_layers=layers,
         kv_bytes=kv_bytes_per_token(head.spec, kv_dtype) + len(layers) * target.hidden_size * kv_dtype.itemsize,

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fengine import Engine
 from fengine.errors import ConfigError, CorruptCheckpointError, FengineError, UnsupportedFeatureError
-from fengine.speculative import pace, proposers
+from fengine.speculative import proposers
 from fengine.speculative.draft import DraftModel
 
 EAGLE: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_adaptive": False}
@@ -150,7 +150,8 @@ def test_what_was_drawn_in_a_rest_is_caught_up_with(
 ) -> None:
     """Also over a cached prefix, and where a request is preempted while it rests."""
     monkeypatch.setattr(proposers, "_prices", lambda *_: (0.05, 0.05))
-    monkeypatch.setattr(pace, "REST", 3)
+    for module in ("pace", "draft"):
+        monkeypatch.setattr(f"fengine.speculative.{module}.REST", 3)
     draft = write_draft(tmp_path)
     greedy = guessed(target, draft, monkeypatch, speculative_adaptive=True, max_running_requests=3, **settings)
     reference, last, rests = Reference(target, draft_tensors(), (2, 4, 5), False), dict[int, int](), 0
