@@ -74,9 +74,9 @@ def launch(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_
 
 @gluon.jit
 def halved(x, WIDTH: gl.constexpr, LEFT: gl.constexpr):
-    """[64, WIDTH] -> [64, LEFT], as `halved` of attention_kernels.py."""
+    """[rows, WIDTH] -> [rows, LEFT], as `halved` of attention_kernels.py."""
     if WIDTH > LEFT:
-        x = gl.sum(x.reshape((64, 2, WIDTH // 2)), 1)
+        x = gl.sum(x.reshape((x.shape[0], 2, WIDTH // 2)), 1)
         x = halved(x, WIDTH // 2, LEFT)
     return x
 

@@ -70,8 +70,8 @@ def attend_block(q, m, sums, acc, start, kv_len, position, last, table_ptr, k_pt
         k = from_e4m3(k, q.dtype)
     s = tl.dot(q, k.T, input_precision="ieee")
     if FEW:
-        behind = S * STRIDE - g * (K - 1)  # from a head's first code to its first exponent
-        s *= powers(k_ptr + behind, table_ptr, start, kv_len, S, FEW, BLOCK, EDGE, PAGE)[None, :]
+        behind = S * STRIDE + g * (S - K)  # from a head's first code to its first exponent
+        s *= powers(k_ptr + behind, table_ptr, start, kv_len, S, BLOCK, EDGE, PAGE)[None, :]
     if CAP > 0:
         s = CAP * (1.0 - 2.0 / (tl.exp2(s * (SCALE / CAP * 2.8853900817779268)) + 1.0))  # tanh
     if EDGE:
@@ -92,7 +92,7 @@ def attend_block(q, m, sums, acc, start, kv_len, position, last, table_ptr, k_pt
     sums = tl.fma(sums, alpha, halved(p, ROWS, BLOCK, SUMS))
     if FEW:
         v = from_e4m3(v, q.dtype)
-        p *= powers(v_ptr + behind, table_ptr, start, kv_len, S, FEW, BLOCK, EDGE, PAGE)[None, :]
+        p *= powers(v_ptr + behind, table_ptr, start, kv_len, S, BLOCK, EDGE, PAGE)[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc * alpha, input_precision="ieee")
     return m_new, sums, acc
 

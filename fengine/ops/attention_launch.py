@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import attention_hopper, kv_fp8
+from fengine.ops import attention_hopper, attention_rows_hopper, kv_fp8
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
-from fengine.ops.fp8_kernels import whole_kernel
+from fengine.ops.kv_fp8_whole import copies
 from fengine.ops.proof import proved, same_bits
 from fengine.ops.registration import EARLY, MIDDLE, dependent_launch, multiprocessors, plain, shared_memory, triton
 
@@ -45,6 +45,7 @@ class Rows(NamedTuple):
     warps: int
     stages: int
     splits: int  # programs that share the chunks of a tile; 1 merges in registers
+    ahead: int = 0  # blocks in shared memory of the kernel for FP8 on Hopper; 0: Triton's kernel
 
 
 class Tiles(NamedTuple):
@@ -63,7 +64,6 @@ class Schedule(NamedTuple):
     tiles: Tiles | None  # None: `rows_kernel` computes every row
 
 
-MOST_COPIED = 2 << 30  # bytes of keys and values in few bits that are decoded for the Hopper kernel
 HOPPER = Tiles(True, attention_hopper.BM, 12, attention_hopper.STAGES)
 
 
@@ -102,14 +102,16 @@ def schedules(
     few = alone._replace(warps=4, splits=splits)  # ragged rows end 2 % earlier than with 2 warps
     if rows * groups >= 4 * processors and q_THK.element_size() == 2:  # small programs, which hide each other's waits
         few = alone._replace(warps=2, stages=stages_for(q_THK, alone.tile, 2))
+    taken = [few, alone]
+    if bounds == CAUSAL and attention_rows_hopper.usable(q_THK, k_PSGK):
+        taken.insert(0, Rows(alone.tile, 4, 0, min(chunks, max(1, 8 * processors // (rows * groups))), 2))
     if tokens <= rows:
-        return [Schedule(few, None), Schedule(alone, None)]
+        return [Schedule(r, None) for r in taken]
     tile = max(16 if q_THK.dtype == torch.float32 else 64, padded_heads(q_THK, k_PSGK))
     many = [Tiles(False, tile, 4, stages_for(q_THK, tile, 5))]
-    copied = rows * keys * groups * q_THK.shape[2] * 2 * q_THK.element_size() if kv_fp8.is_few(k_PSGK) else 0
-    if bounds == CAUSAL and attention_hopper.usable(q_THK, k_PSGK) and copied <= MOST_COPIED:
+    if bounds == CAUSAL and attention_hopper.usable(q_THK, k_PSGK):
         many.insert(0, HOPPER)
-    return [Schedule(r, t) for t in many for r in dict.fromkeys((few, alone))] + [Schedule(alone, None)]
+    return [Schedule(r, t) for t in many for r in dict.fromkeys(taken)] + [Schedule(alone, None)]
 
 
 @cache
@@ -153,7 +155,9 @@ def run(call: Paged, scale: float, s: Schedule, bounds: Bounds = CAUSAL) -> Tens
     bound = (*bounds, scale if bounds.cap else 0.0, few)
     _run_rows(call, o_THK, s.rows, c, limit, bound)
     if s.tiles is not None and s.tiles.hopper:
-        attention_hopper.launch(*_whole(call, limit)[:6], o_THK, c, limit, CHUNK, block_of(o_THK.shape[2]))
+        block = block_of(o_THK.shape[2])
+        for k, v, table in copies(*call[:6], limit):
+            attention_hopper.launch(call.q_THK, k, v, *call[3:5], table, o_THK, c, limit, CHUNK, block)
     elif s.tiles is not None:
         _run_tiles(call, o_THK, s.tiles, c, limit, bound)
     return o_THK
@@ -177,10 +181,16 @@ def _run_rows(call: Paged, o_THK: Tensor, s: Rows, c: float, limit: int, bound: 
     arrived = counters(call.k_PSGK) if fits and s.splits > 1 else None
     splits = s.splits if arrived is not None else 1
     parts = (q_THK.new_empty(lines * n if splits > 1 else 0, dtype=torch.float32) for n in (1, 1, padded_width))
+    arrived = call.kv_len_R if arrived is None else arrived
+    trigger = EARLY if rows <= 16 else MIDDLE
+    if s.ahead:
+        attention_rows_hopper.launch(call[:6], o_THK, (*parts, arrived), c, chunks, limit, _shape(call, s.tile), splits,
+                                     MERGE_AHEAD, s.warps, s.ahead, trigger)  # fmt: skip
+        return
     launcher(rows_kernel, (groups, rows, splits))(
-        *call[:6], o_THK, *parts, call.kv_len_R if arrived is None else arrived, *call[6:], c, tokens, rows,
-        table_width, chunks, limit, *_shape(call, s.tile), splits > 1, MERGE_AHEAD, *bound, num_warps=s.warps,
-        num_stages=s.stages, **dependent_launch(q_THK.device.index, EARLY if rows <= 16 else MIDDLE)
+        *call[:6], o_THK, *parts, arrived, *call[6:], c, tokens, rows, table_width, chunks, limit,
+        *_shape(call, s.tile), splits > 1, MERGE_AHEAD, *bound, num_warps=s.warps, num_stages=s.stages,
+        **dependent_launch(q_THK.device.index, trigger),
     )  # fmt: skip
 
 
@@ -194,29 +204,12 @@ def _run_tiles(call: Paged, o_THK: Tensor, s: Tiles, c: float, limit: int, bound
     )  # fmt: skip
 
 
-def _whole(call: Paged, limit: int) -> Paged:
-    """For kernels that read no codes: where pages hold codes, a copy of what rows of more than `limit` tokens see, in
-    q's dtype, and its table. Pure."""
-    if not kv_fp8.is_few(call.k_PSGK):
-        return call
-    (size, groups), width, (rows, table_width) = call.k_PSGK.shape[1:3], call.q_THK.shape[2], call.page_table_RN.shape
-    pages = rows * table_width
-    k, v = (call.q_THK.new_empty((pages, size, groups, width)) for _ in "kv")
-    for few, whole in ((call.k_PSGK, k), (call.v_PSGK, v)):
-        launcher(whole_kernel, (table_width, rows, groups))(
-            few, call.q_start_B, call.kv_len_R, call.page_table_RN, whole, rows, table_width, limit, groups, width,
-            triton.next_power_of_2(width), size, num_warps=4,
-        )  # fmt: skip
-    table = torch.arange(pages, dtype=torch.int32, device=call.q_THK.device).view(rows, table_width)
-    return call._replace(k_PSGK=k, v_PSGK=v, page_table_RN=table)
-
-
 def is_proved(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds = CAUSAL) -> bool:
     """Whether `s` gives the bits of the reference schedule for these heads and pages on this device; compared once."""
     if s == reference_schedule(q_THK, k_PSGK):
         return True
     (heads, width), (size, groups) = q_THK.shape[1:], k_PSGK.shape[1:3]
-    rows = (*s.rows[:3], s.rows.splits > 1)  # how many splits is the grid's business, not the kernel's
+    rows = s.rows._replace(splits=s.rows.splits > 1)  # how many splits is the grid's business, not the kernel's
     key = f"attention {q_THK.dtype} {heads}/{groups}x{width} page {size} chunk {CHUNK} {rows} {s.tiles}"
     key += ("" if bounds == CAUSAL else f" {tuple(bounds)}") + (" few" if kv_fp8.is_few(k_PSGK) else "")
     return proved(q_THK.device, key, lambda: _compare(q_THK, k_PSGK, s, bounds))
@@ -250,8 +243,10 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
     if bounds.reach:  # the first half of a row's tokens see each other
         ends = [n - t + max(t // 2 - 1, at) for n, t in zip(lengths, tokens, strict=True) for at in range(t)]
         last = torch.tensor([*ends, 0, 0, 0], device=q.device).int()
-    run_as = partial(run, Paged(q, k, v, start, kv_len, table, sinks, last), width**-0.5, bounds=bounds)
-    want = run_as(reference_schedule(q, k))
+    call = Paged(q, k, v, start, kv_len, table, sinks, last)
+    k, v = (kv_fp8.values(x).to(q.dtype) for x in (k, v))  # where pages hold codes, what these stand for
+    run_as = partial(run, call, width**-0.5, bounds=bounds)
+    want = run(call._replace(k_PSGK=k, v_PSGK=v), width**-0.5, reference_schedule(q, k), bounds)
     try:  # twice: the counters are back at zero
         return bool(want.isfinite().all()) and torch.equal(want, run_as(s)) and same_bits(want, lambda: run_as(s))
     except Exception:  # an experimental compiler: whatever it says, the schedule is not for this machine

@@ -4,6 +4,7 @@ and `copy_items`, the warp that copies them for attention_hopper.py.
 """
 # pyright: reportInvalidTypeForm=false
 
+from fengine.ops.fp8_kernels import power_of_two
 from fengine.ops.registration import HAS_REINTERPRET, async_load, gl, gluon, mbarrier, tl, triton
 
 
@@ -79,15 +80,15 @@ def fetch(ptr, table_ptr, start, kv_len, S: tl.constexpr, STRIDE: tl.constexpr, 
 
 
 @triton.jit
-def powers(ptr, table_ptr, start, kv_len, S: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
+def powers(ptr, table_ptr, start, kv_len, S: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
            PAGE: tl.constexpr):  # fmt: skip
     """[BLOCK] powers of two of a kv head's codes, as `fetch`; `ptr`: the head's first exponent of page 0."""
     key = start + tl.arange(0, BLOCK)
     inside = key < kv_len
     page = tl.load(table_ptr + key // S, mask=inside, other=0) if EDGE else tl.load(table_ptr + key // S)
-    at = ptr + page.to(tl.int64) * PAGE + key % S * G
+    at = ptr + page.to(tl.int64) * PAGE + key % S
     exponent = tl.load(at, mask=inside, other=0) if EDGE else tl.load(at)
-    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return power_of_two(exponent)
 
 
 @triton.jit
@@ -191,24 +192,25 @@ def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_rin
     item = gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed")
     while item < items:
         line, left, position, row, part = find_item(tiles_ptr, item, tiles, H // PACK)
-        mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
-        item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))
-        mbarrier.expect(q_full.index(j % 2), 128 * K * 2)
-        for who in gl.static_range(2):
-            async_load(q_desc, [line + who * (64 // PACK), part * PACK, 0], q_full.index(j % 2),
-                       q_tiles.index((j % 2) * 2 + who))  # fmt: skip
-        kv_len = position + left
         table = table_ptr + row.to(gl.int64) * N
-        column = part // (H // G // PACK) * K
-        for block in range(0, gl.cdiv(gl.minimum(kv_len, position + 128 // PACK), BLOCK)):
-            slot = n % STAGES
-            phase = ((n // STAGES) & 1) ^ 1
-            copy_block(k_desc, table, k_ring.index(slot), k_full.index(slot), k_empty.index(slot), phase, block * BLOCK,
-                       kv_len, column, BLOCK, K, S)  # fmt: skip
-            copy_block(v_desc, table, v_ring.index(slot), v_full.index(slot), v_empty.index(slot), phase, block * BLOCK,
-                       kv_len, column, BLOCK, K, S)  # fmt: skip
-            n += 1
-        j += 1
+        if gl.load(table) >= 0:  # else the row's turn is another launch
+            mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
+            item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))
+            mbarrier.expect(q_full.index(j % 2), 128 * K * 2)
+            for who in gl.static_range(2):
+                async_load(q_desc, [line + who * (64 // PACK), part * PACK, 0], q_full.index(j % 2),
+                           q_tiles.index((j % 2) * 2 + who))  # fmt: skip
+            kv_len = position + left
+            column = part // (H // G // PACK) * K
+            for block in range(0, gl.cdiv(gl.minimum(kv_len, position + 128 // PACK), BLOCK)):
+                slot = n % STAGES
+                phase = ((n // STAGES) & 1) ^ 1
+                copy_block(k_desc, table, k_ring.index(slot), k_full.index(slot), k_empty.index(slot), phase,
+                           block * BLOCK, kv_len, column, BLOCK, K, S)  # fmt: skip
+                copy_block(v_desc, table, v_ring.index(slot), v_full.index(slot), v_empty.index(slot), phase,
+                           block * BLOCK, kv_len, column, BLOCK, K, S)  # fmt: skip
+                n += 1
+            j += 1
         item = gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed")
     mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
     item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))

@@ -141,9 +141,9 @@ INLINE key_places locate(const attention_job *job, const int32_t *pages, int64_t
     int64_t page = first / job->page_size, in_page = first % job->page_size, slot_size = job->kv_heads * job->width;
     for (int64_t j = 0; j < places.owned; j++) {
         places.offset[j] = (pages[page] * job->page_size + in_page) * slot_size;
-        if (job->few) { /* a page's exponents, one a slot and head, stand behind its codes */
+        if (job->few) { /* a page's exponents, one a head and slot, stand behind its codes */
             places.offset[j] += pages[page] * job->page_size * job->kv_heads;
-            places.exponent[j] = places.offset[j] + (job->page_size - in_page) * slot_size + in_page * job->kv_heads;
+            places.exponent[j] = places.offset[j] + (job->page_size - in_page) * slot_size + in_page;
         }
         if (++in_page == job->page_size)
             page++, in_page = 0;
@@ -166,7 +166,7 @@ INLINE void prefetch_keys(const attention_job *job, const key_places *places, in
 static const float *decode_head(const attention_job *job, const void *pages, const key_places *places, int64_t j,
                                 int64_t group, float *out) {
     const uint8_t *codes = (const uint8_t *)pages + places->offset[j] + group * job->width;
-    vf scale = vf_set(power_of_two(((const uint8_t *)pages)[places->exponent[j] + group]));
+    vf scale = vf_set(power_of_two(((const uint8_t *)pages)[places->exponent[j] + group * job->page_size]));
     for (int64_t i = 0; i < job->width; i += 16) {
         uint8_t last[16] = {0};
         if (job->width - i < 16)

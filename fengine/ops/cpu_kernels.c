@@ -410,7 +410,7 @@ static void encode_head(const rope_job *job, uint8_t *pages, int64_t slot, int64
     vf inverse = vf_set(power_of_two(254 - exponent));
     for (int64_t i = 0; i < job->width; i += 16)
         store_e4m3(page + at * job->width + i, vf_load_upto(x + i, job->width - i) * inverse, job->width - i);
-    page[codes + at] = (uint8_t)exponent;
+    page[codes + head * job->page_size + slot % job->page_size] = (uint8_t)exponent;
 }
 
 static void rope_task(const void *context, int64_t task) {

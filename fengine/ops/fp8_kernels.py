@@ -21,18 +21,21 @@ def e4m3(x):
     return tl.where(size <= 464.0, tl.where(size < 0.015625, small, normal), 127) | sign
 
 
-def _assembler() -> str:
-    """Four codes in the bytes of $2 to pairs of bfloat16 in $0 and $1, which are 2^120 times smaller until the end."""
-    halves = (
-        f"prmt.b32 t, $2, 0, {pick}; and.b32 s, t, 0x80008000; and.b32 t, t, 0x7f007f00; shr.b32 t, t, 4; "
-        f"or.b32 t, t, s; fma.rn.bf16x2 ${out}, t, p, z; "
-        for out, pick in enumerate(("0x1404", "0x3424"))
+def decoding(words: int, *picks: str) -> str:
+    """Assembler: each word's four codes to pairs of bfloat16, as `picks` of `prmt` choose: bytes, and their signs.
+
+    Sign, exponent and mantissa come where bfloat16 has its own; so the number is 2^120 times too small until the end.
+    """
+    outputs = words * len(picks)
+    lines = (
+        f"prmt.b32 ${n}, ${outputs + n // len(picks)}, 0, {picks[n % len(picks)]}; shl.b32 ${n}, ${n}, 4; "
+        f"and.b32 ${n}, ${n}, 0x87f087f0; mul.rn.bf16x2 ${n}, ${n}, p; "
+        for n in range(outputs)
     )
-    begin = "{ .reg .b32 t, s, p, z; mov.b32 p, 0x7b807b80; mov.b32 z, 0x80008000; "  # 2^120 and -0, twice
-    return begin + "".join(halves) + "}"
+    return "{ .reg .b32 p; mov.b32 p, 0x7b807b80; " + "".join(lines) + "}"  # p: 2^120, twice
 
 
-TO_BF16 = tl.constexpr(_assembler())
+IN_ORDER = tl.constexpr(decoding(1, "0x9180", "0xb3a2"))  # (c0, c1) and (c2, c3)
 
 
 @triton.jit
@@ -45,28 +48,20 @@ def from_e4m3(code, DTYPE: tl.constexpr):
     if INTERPRETED:
         x = code.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     else:
-        x = tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=False, pack=4)
+        x = tl.inline_asm_elementwise(IN_ORDER, "=&r,=&r,r", [code], dtype=tl.bfloat16, is_pure=False, pack=4)
     return x
 
 
 @triton.jit
-def whole_kernel(pages_ptr, q_start_ptr, kv_len_ptr, table_ptr, out_ptr, R, N, limit, G: tl.constexpr, K: tl.constexpr,
-                 KP: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """One head of one page of a row of more than `limit` tokens, decoded to page r N + n of `out` [., S, G, K]."""
-    n = tl.program_id(0)
-    r = tl.program_id(1)
-    g = tl.program_id(2)
-    tokens = tl.load(q_start_ptr + r + 1) - tl.load(q_start_ptr + r)
-    if (tokens > limit) & (n * S < tl.load(kv_len_ptr + r)):
-        slot = tl.arange(0, S)
-        d = tl.arange(0, KP)
-        page = pages_ptr + tl.load(table_ptr + r * N + n).to(tl.int64) * (S * G * (K + 1))
-        at = (slot * G + g)[:, None] * K + d[None, :]
-        code = tl.load(page + at, mask=(d < K)[None, :], other=0)
-        power = (tl.load(page + S * G * K + slot * G + g).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        x = from_e4m3(code, out_ptr.dtype.element_ty).to(tl.float32) * power[:, None]
-        out = out_ptr + (r * N + n).to(tl.int64) * (S * G * K) + at
-        tl.store(out, x.to(out_ptr.dtype.element_ty), mask=(d < K)[None, :])
+def power_of_two(exponent):
+    """The float32 of exponents as pages hold them. In assembler for the same reason: a byte that weights are multiplied
+    by would change the columns of their product."""
+    x = exponent.to(tl.int32)
+    if INTERPRETED:
+        x = x << 23
+    else:
+        x = tl.inline_asm_elementwise("shl.b32 $0, $1, 23;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    return x.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -83,7 +78,7 @@ def store_heads(pages_ptr, slot, group, here, x1, x2, G: tl.constexpr, K: tl.con
     mask = here[:, None] & (d < K // 2)[None, :]
     tl.store(out, e4m3(x1 * inverse).to(tl.uint8), mask=mask)
     tl.store(out + K // 2, e4m3(x2 * inverse).to(tl.uint8), mask=mask)
-    tl.store(page + S * G * K + at, exponent.to(tl.uint8), mask=here)
+    tl.store(page + S * G * K + group * S + slot % S, exponent.to(tl.uint8), mask=here)
 
 
 @triton.jit

@@ -10,29 +10,30 @@ import torch
 from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from torch import Tensor
 
-from fengine.ops import attention, attention_launch, kv_fp8, rope
+from fengine.ops import attention, attention_launch, fp8_kernels, kv_fp8, kv_fp8_whole, rope
 from fengine.ops.attention_launch import CAUSAL, Paged, Rows, Schedule, Tiles, schedules
 
 NEW, LENGTHS = (3, 1, 40, 1), (70, 33, 40, 600)  # tokens of a row in this step, and all of its tokens
 
 
 def inputs(
-    width: int, heads: int, groups: int, dtype: torch.dtype, device: str = "cpu", size: int = 16
-) -> list[Tensor]:
+    width: int, heads: int, groups: int, dtype: torch.dtype, device: str = "cpu", size: int = 16,
+    lengths: tuple[int, ...] = LENGTHS,
+) -> list[Tensor]:  # fmt: skip
     """q, and pages of `size` slots in FP8 whose unowned slots are NaN; row bounds, lengths and page table."""
     torch.manual_seed(width)
-    pages = [-(-length // size) for length in LENGTHS]
+    pages = [-(-length // size) for length in lengths]
     x = torch.randn(2, sum(pages) + 1, size, groups, width) * torch.exp2(torch.randn(groups, 1) * 2)
     order, at = (torch.randperm(sum(pages)) + 1).int(), 0
     table = torch.zeros(len(pages), max(pages) + 1, dtype=torch.int32)
     x[:, 0] = math.nan
     for row, count in enumerate(pages):
         table[row, :count], at = order[at : at + count], at + count
-        x[:, table[row, count - 1].long(), LENGTHS[row] - size * (count - 1) :] = math.nan
+        x[:, table[row, count - 1].long(), lengths[row] - size * (count - 1) :] = math.nan
     k, v = (kv_fp8.stored_as(torch.empty(0, dtype=torch.uint8), part.to(dtype)) for part in x)
     q = torch.randn(sum(NEW) + 2, heads, width).to(dtype)
     start = torch.tensor([0, *NEW]).cumsum(0).int()
-    return [t.to(device) for t in (q, k, v, start, torch.tensor(LENGTHS, dtype=torch.int32), table)]
+    return [t.to(device) for t in (q, k, v, start, torch.tensor(lengths, dtype=torch.int32), table)]
 
 
 def whole(arguments: list[Tensor]) -> list[Tensor]:
@@ -77,6 +78,32 @@ def test_keys_and_values_are_stored_as_defined(width: int, groups: int) -> None:
         assert torch.equal(pages, written) and pages.any()
 
 
+@pytest.mark.parametrize(("words", "picks"), [(1, ("0x9180", "0xb3a2")), (2, ("0xa280", "0xb391"))])
+def test_assembler_decodes_every_code(words: int, picks: tuple[str, ...]) -> None:
+    """Each instruction of `decoding` on all words of four codes that count up, as the manual of PTX defines it."""
+    codes = torch.arange(256 + 3, dtype=torch.uint8)
+    registers = {f"${2 * words + n}": torch.stack([codes[i + n : 256 + i - 1] for i in range(4)], 1) for n in (0, 1)}
+    registers = {name: value[:252].clone().view(torch.int32)[:, 0] for name, value in registers.items()}
+    for line in fp8_kernels.decoding(words, *picks)[1:-1].split(";")[2:-1]:
+        name, out, a, *rest = line.replace(",", "").split()
+        x = registers[a]
+        if name == "prmt.b32":
+            picked = [(x >> 8 * (int(rest[1], 16) >> 4 * i & 3) & 255, int(rest[1], 16) >> 4 * i & 8) for i in range(4)]
+            parts = [(byte >> 7) * 255 if sign else byte for byte, sign in picked]
+            registers[out] = sum(part << 8 * i for i, part in enumerate(parts))
+        elif name == "mul.rn.bf16x2":
+            registers[out] = (x.view(torch.bfloat16) * 2.0**120).view(torch.int32)
+        else:
+            registers[out] = x << 4 if name == "shl.b32" else x & (int(rest[0], 16) - (1 << 32))
+    for word in range(words):
+        want = registers[f"${2 * words + word}"].view(torch.float8_e4m3fn).view(-1, 4).float()
+        for n, pick in enumerate(picks):
+            columns = [int(pick, 16) & 3, int(pick, 16) >> 8 & 3]
+            got = registers[f"${word * 2 + n}"].view(torch.bfloat16).view(-1, 2).float()
+            number = ~want[:, columns].isnan()
+            assert torch.equal(got[number], want[:, columns][number]) and number.sum() > 490
+
+
 @pytest.mark.parametrize(("width", "heads", "groups"), [(64, 4, 2), (20, 3, 1), (128, 8, 8)])
 def test_attention_is_that_over_the_stored_numbers(width: int, heads: int, groups: int) -> None:
     arguments = inputs(width, heads, groups, torch.float32)
@@ -116,12 +143,31 @@ def test_triton_attends_to_the_stored_numbers() -> None:
         assert torch.equal(got[: sum(NEW)], want[: sum(NEW)])
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+@pytest.mark.parametrize("low", [0, 3])
+def test_triton_decodes_what_rows_of_many_tokens_see(low: int) -> None:
+    q, k, v, start, lengths, table = inputs(20, 3, 3, torch.float32)
+    pages = torch.zeros(2, 50, *k.shape[1:3], 20)
+    new = torch.full_like(table, -1)
+    kv_fp8_whole.whole_kernel[(4,)](
+        k, v, start, lengths, table, *pages, new, len(NEW), table.shape[1], 2, low, low + 6, 3, 20, 32, 16, 32,
+    )  # fmt: skip
+    pages_of = {0: {0: range(5), 2: range(5, 8)}, 3: {2: range(2, 5)}}[low]
+    for row, length in enumerate(LENGTHS):
+        own = list(pages_of.get(row, ()))
+        assert new[row, : len(own)].tolist() == own and (new[row, len(own) :] == -1).all()
+        for got, want in zip(pages, (k, v), strict=True):
+            stored = kv_fp8.values(want)[table[row, : len(own)].long()]
+            assert torch.equal(got[own].flatten(0, 1)[:length], stored.flatten(0, 1)[:length])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("width", "groups", "size"), [(128, 8, 64), (128, 2, 16), (64, 2, 64), (80, 1, 16)])
 def test_on_a_device_bits_are_those_of_the_stored_numbers(width: int, groups: int, size: int) -> None:
-    few = inputs(width, 4 * groups, groups, torch.bfloat16, "cuda", size)
+    # Long rows: sums of other columns differ in one of some 10,000 numbers.
+    few = inputs(width, 4 * groups, groups, torch.bfloat16, "cuda", size, (3000, 2500, 2040, 5000))
     want = attention_launch.run(Paged(*whole(few)), 0.1, attention_launch.reference_schedule(few[0], whole(few)[1]))
-    for s in schedules(few[0], few[1], len(NEW), 640, 132):
+    for s in schedules(few[0], few[1], len(NEW), 5120, 132):
         assert torch.equal(attention_launch.run(Paged(*few), 0.1, s)[: sum(NEW)], want[: sum(NEW)]), s
     qkv, table, pos, slot, k, v = rope_inputs(width, groups, torch.bfloat16, "cuda")
     floats = torch.zeros(2, *k.shape[:3], width, dtype=qkv.dtype, device="cuda")
