@@ -31,6 +31,22 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LLAMA: dict[str, Any] = {  # a config alone: the weights are drawn
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 LLAMA3_ROPE = {  # with 64 positions of pretraining, frequencies fall into each of the three bands
     "rope_type": "llama3",
     "factor": 8.0,

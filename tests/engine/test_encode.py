@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.pooling import Pooling, check_dimensions, finish_vector, read_pooling
 from fengine.worker.safetensors_file import read_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BODIES = {"llama": LlamaModel, "qwen2": Qwen2Model, "qwen3": Qwen3Model}
 CLASSIFIERS = {
     "llama": LlamaForSequenceClassification,
@@ -77,14 +77,6 @@ def write_modules(directory: Path, pooling: dict[str, Any], *kinds: str, where: 
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir(exist_ok=True)
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- what the checkpoint says ------------------------------------------------------------------------------------------

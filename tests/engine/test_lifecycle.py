@@ -63,27 +63,6 @@ def test_ctrl_c_aborts_the_call_and_the_engine_lives_on() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_an_engine_is_refused_after_a_fork() -> None:
-    done = run(
-        "import os\n"
-        "from checksum import *\n"
-        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
-        "with Engine.from_parts(checksum_parts()) as engine:\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        try:\n"
-        "            engine.generate(input_ids=[1])\n"
-        "        except FengineError as error:\n"
-        "            os._exit(42 if 'fork' in str(error) else 1)\n"
-        "        os._exit(2)\n"
-        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n".replace(
-            "from checksum import *\n", "from checksum import *\nfrom fengine.errors import FengineError\n"
-        )
-    )
-    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
-
-
 def test_two_engines_in_one_process_are_independent() -> None:
     with checksum_engine() as one, checksum_engine(page_size=1) as two:
         answers: list[object] = [None, None]

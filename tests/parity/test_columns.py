@@ -1,7 +1,6 @@
 """Ranks of a group compute one device's bits: every family, cut in 2 and 4, over real exchanges between threads."""
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.process_group import group_of
 from fengine.worker.safetensors_file import read_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 CASES: dict[str, dict[str, Any]] = {
@@ -63,14 +63,6 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe": FOUR | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     "cohere2": {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def logits_of(directory: Path, spec: ModelSpec, group: Group | None, part: ModelSpec, **how: Any) -> Tensor:

@@ -10,26 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tiny_checkpoints
 import torch
 
 from fengine import Engine
 
-BASE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 211,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+BASE = tiny_checkpoints.LLAMA
 SEVEN_HEADS = {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112}
 SHAPES = {
     "llama": BASE,

@@ -2,7 +2,6 @@
 
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from fengine.worker.hub import BOX
 from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.safetensors_file import read_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-4  # on logprobs
 NEW_TOKENS = 256
 CASES: dict[str, dict[str, Any]] = {
@@ -297,14 +297,6 @@ def load(directory: Path, device: str = "cpu") -> Loaded:
     spec = spec_from_config(read_config(directory))
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return Loaded(spec, load_params(directory, spec, device=device), reference.eval())
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -14,26 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import layouts
 import prove_exact
+import tiny_checkpoints
 from proof import Answer, difference, float_bits, requests
 
 from fengine.errors import UnsupportedFeatureError
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 211,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+TINY = tiny_checkpoints.LLAMA | {"max_position_embeddings": 512}
 PROMISED = {"alone (reference)", "batch of all, cold cache", "random batches 1", "warm prefix", "partly warm prefix",
             "page edges -1, 0, +1", "chunks of 256", "chunks of 512", "chunks of 2048", "preempted", "overlap on",
             "compiled", "fresh process, alone", "decoded, then prefilled", "re-scored as a prompt"}  # fmt: skip
