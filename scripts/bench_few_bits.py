@@ -30,7 +30,7 @@ from quantize import config_of
 from torch import Tensor
 
 from fengine import Engine
-from fengine.ops import e4m3, linear_launch, quantized, quantized_launch, w8a8, w8a8_hopper
+from fengine.ops import e4m3, linear_launch, quantized, quantized_launch, w8a8, w8a8_hopper, w8a8_launch
 from fengine.ops.ahead import compiling
 from fengine.ops.linear_launch import REFERENCE
 from fengine.ops.quantized_hopper import Tiles
@@ -138,26 +138,26 @@ class Eights(NamedTuple):
     x_MK: Tensor
     q: tuple[Tensor, Tensor]
     dense: list[Tensor]
-    few: list[w8a8.Matrix]
+    few: list[w8a8_launch.Matrix]
 
     def whole(self, i: int) -> Tensor:
         return linear_launch.launch(self.x_MK, self.dense[i % len(self.dense)], self.few[0].n, None, None)
 
     def other(self, i: int) -> Tensor:
-        return self.under(w8a8.plain_schedule(len(self.x_MK), self.few[0].n), i)
+        return self.under(w8a8_launch.plain_schedule(len(self.x_MK), self.few[0].n), i)
 
     def rows(self, i: int) -> Any:
         """Quantizing the activations."""
         return e4m3.launch(self.x_MK, self.x_MK.shape[1])
 
     def reference(self) -> Tensor:
-        return self.under(w8a8.REFERENCE, 0)
+        return self.under(w8a8_launch.REFERENCE, 0)
 
     def candidates(self) -> Sequence[Any]:
         return of_w8a8(len(self.x_MK))
 
     def under(self, s: Any, i: int) -> Tensor:
-        return w8a8.run(*self.q, self.few[i], None, self.x_MK.dtype, s)
+        return w8a8_launch.run(*self.q, self.few[i], None, self.x_MK.dtype, s)
 
 
 def made(n: int, k: int, kind: str, sizes: list[int]) -> list[Case] | list[Eights]:
@@ -168,7 +168,7 @@ def made(n: int, k: int, kind: str, sizes: list[int]) -> list[Case] | list[Eight
     x_XMK = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for m in sizes]
     if kind == "w8a8":
         leaves = (w8a8.pack(one) for one in codes)
-        eights = [w8a8.Matrix(*leaf) for leaf in leaves if isinstance(leaf, w8a8.W8A8)]
+        eights = [w8a8_launch.Matrix(*leaf) for leaf in leaves if isinstance(leaf, w8a8.W8A8)]
         return [Eights(x_MK, e4m3.launch(x_MK, k), dense, eights) for x_MK in x_XMK]
     few = [Matrix(*quantized.packed_rows(one, torch.bfloat16)[:7]) for one in codes]
     return [Case(x_MK, dense, few) for x_MK in x_XMK]

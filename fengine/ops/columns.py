@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fengine.ops import copy_engines, exchange, peers
-from fengine.ops.linear import Dense, Leaf
+from fengine.ops.linear import Dense, Leaf, in_two
 from fengine.ops.registration import register
 
 distributed: Any = dist  # with what its types do not tell of
@@ -129,6 +129,11 @@ class Columns(NamedTuple):
         if dock is None or not self.whole or not even or torch.compiler.is_compiling():
             return None
         return dock if dock.fits(len(x_TX), self.k + self.n, x_TX) else None
+
+    def gated(self, x_TK: Any, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Any:
+        """As `ops.linear.gated_linear`; input and product stay as they are, unless it is `whole`."""
+        how = (x_TK, bias_N, adapters, exact, act, group)
+        return in_two(self, *how) if self.whole else self.leaf.gated(*how)
 
     def plain(self, adapters: Any) -> Dense | None:
         """What kernels of several ops in one may read: its input and its product stay as they are."""

@@ -91,6 +91,10 @@ class Dense(NamedTuple):
         """As `linear`, for which see below. Pure."""
         return (_op if exact else _fast_op)(x_TK, self.packed, self.n, bias_N, out_dtype)
 
+    def gated(self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Tensor:
+        """As `gated_linear`, for which see below. Pure."""
+        return _gated_op(x_TK, self.packed, self.n // 2, bias_N, *((ACTS.index(act),) if act != "silu" else ()))
+
     def plain(self, adapters: Any) -> "Dense | None":
         """Itself: what kernels of several ops in one may read in place of `linear`."""
         return self
@@ -108,7 +112,14 @@ class Leaf(Protocol):
         self, x_TK: Any, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor: ...
 
+    def gated(self, x_TK: Any, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Any: ...
+
     def plain(self, adapters: Any) -> Dense | None: ...
+
+
+def in_two(leaf: Leaf, x_TK: Any, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Any:
+    """`gated_linear` in two ops, with the same bits. Pure."""
+    return activations.silu_mul(leaf.linear(x_TK, bias_N, adapters, None, exact), act, group)
 
 
 def pack(w_NK: Tensor) -> Dense:
@@ -146,7 +157,4 @@ def gated_linear(
 
     `group`: of the leaf that takes the product, which may come as such rows.
     """
-    dense = w.plain(adapters)
-    if dense is None:  # the same bits in two ops
-        return activations.silu_mul(w.linear(x_TK, bias_N, adapters, None, exact), act, group)
-    return _gated_op(x_TK, dense.packed, dense.n // 2, bias_N, *((ACTS.index(act),) if act != "silu" else ()))
+    return w.gated(x_TK, bias_N, adapters, exact, act, group)

@@ -89,14 +89,18 @@ def copy_tiles(x_desc, w_desc, x_ring, w_ring, full, empty, M, N, K, GATED: gl.c
 
 
 @gluon.jit
-def activated(x, ACT: gl.constexpr):
-    """The other activations of activations.py, in its words."""
-    if ACT == 1:
+def gated_product(gate, up, ACT: gl.constexpr):
+    """That of activations.py, in its words, rounded."""
+    DTYPE: gl.constexpr = gate.dtype
+    x = gate.to(gl.float32)
+    if ACT == 0:
+        y = x / (1.0 + gl.exp(-x))
+    elif ACT == 1:
         u = 0.7978845608028654 * gl.fma(0.044715 * x * x, x, x)
         y = x / (1.0 + gl.exp(-2.0 * u))
     else:
         y = 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
-    return y
+    return (y.to(DTYPE).to(gl.float32) * up.to(gl.float32)).to(DTYPE)
 
 
 @gluon.jit
@@ -132,12 +136,7 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
             acc += bias.to(gl.float32)[None, :]
         if GATED:
             gate, up = acc.to(DTYPE).reshape((64, 2, BN)).permute((0, 2, 1)).split()
-            wide = gate.to(gl.float32)
-            if ACT == 0:
-                silu = (wide / (1.0 + gl.exp(-wide))).to(DTYPE).to(gl.float32)
-            else:
-                silu = activated(wide, ACT).to(DTYPE).to(gl.float32)
-            y = (silu * up.to(gl.float32)).to(DTYPE)
+            y = gated_product(gate, up, ACT)
         else:
             y = acc.to(DTYPE)
         store_wait(0)

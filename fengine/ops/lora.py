@@ -228,6 +228,11 @@ class Adapted(NamedTuple):
             return self.base.linear(x_TK, bias_N, None, out_dtype, exact)
         return _op(x_TK, self.base.packed, self.base.n, bias_N, exact, *self.stack, *adapters)
 
+    def gated(self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Tensor:
+        """As `linear.gated_linear`. Pure."""
+        how = (x_TK, bias_N, adapters, exact, act, group)
+        return self.base.gated(*how) if adapters is None else linear.in_two(self, *how)
+
     def plain(self, adapters: Any) -> Dense | None:
         """The base where no row has an adapter."""
         return self.base if adapters is None else None

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from fengine.ops import fragments, linear, quantized_hopper, quantized_launch
 from fengine.ops.cpu import KIND, LANES, contiguous, maybe, readable, rounded, schedule
+from fengine.ops.linear import in_two
 from fengine.ops.registration import register
 
 KINDS = ("int4", "int8", "fp8", "fp4")  # by the number that cpu_quantized.c knows them by
@@ -168,6 +169,8 @@ class Quantized(NamedTuple):
     ) -> Tensor:
         """As `linear.linear`. Pure."""
         return _op(x_TK, *self, bias_N, out_dtype)
+
+    gated = in_two
 
     def plain(self, adapters: Any) -> None:
         """Nothing that kernels for dense matrices could read."""

@@ -21,21 +21,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import e4m3, linear, w8a8_hopper
-from fengine.ops.ahead import launcher
+from fengine.ops import activations, e4m3, linear
 from fengine.ops.cpu import LANES, contiguous, maybe, readable, rounded, schedule
-from fengine.ops.fp8_kernels import w8a8_kernel
-from fengine.ops.linear_launch import cdiv
-from fengine.ops.proof import proved, random_rows, same_bits
 from fengine.ops.quantized import Codes
-from fengine.ops.registration import (
-    EARLY,
-    dependent_launch,
-    is_hopper,
-    register,
-    shared_memory,
-)
-from fengine.ops.w8a8_hopper import Tiles
+from fengine.ops.registration import is_hopper, register
+from fengine.ops.w8a8_launch import gated_launch, launch
 
 STEP = 128  # columns of a part of the sum
 
@@ -88,52 +78,6 @@ def on_cpu(
     return rounded(y, out_dtype)
 
 
-class Matrix(NamedTuple):
-    """The tensors and facts of a `W8A8` leaf on CUDA."""
-
-    packed: Tensor
-    scale: Tensor
-    n: int
-    step: int
-    by_step: bool
-
-
-class Schedule(NamedTuple):
-    """Tiles of the product: BM rows of x, BN outputs; `swap`: the outputs are the M side of the MMA."""
-
-    block_m: int
-    block_n: int
-    swap: bool
-    warps: int
-    stages: int
-
-
-REFERENCE = Schedule(64, 64, False, 4, 3)
-# Found on an H200. Largest M, least N: the first that fits is taken.
-TABLE = (
-    (16, 0, Schedule(16, 64, True, 4, 8)),
-    (32, 0, Schedule(32, 64, True, 4, 8)),
-    (64, 8000, Schedule(64, 64, True, 4, 6)),
-    (64, 0, Schedule(64, 64, True, 4, 8)),
-    (128, 8000, Schedule(128, 64, True, 4, 4)),
-    (128, 0, Schedule(64, 64, False, 4, 5)),
-    (1 << 30, 0, Schedule(64, 128, False, 4, 4)),
-)
-# Of the kernel for Hopper, likewise.
-HOPPER = (
-    (8, 0, Tiles(8, 1, 12, 1)),
-    (16, 0, Tiles(16, 1, 22, 1)),
-    (32, 0, Tiles(32, 1, 18, 1)),
-    (64, 16384, Tiles(64, 1, 6, 2)),
-    (64, 0, Tiles(64, 1, 13, 1)),
-    (128, 16384, Tiles(128, 2, 6, 1)),
-    (128, 0, Tiles(64, 2, 9, 1)),
-    (256, 6000, Tiles(128, 2, 6, 1)),
-    (256, 0, Tiles(64, 2, 9, 1)),
-    (1 << 30, 0, Tiles(128, 2, 6, 1)),
-)
-
-
 def refuse_other_devices(device: torch.device) -> None:
     """Errors: UnsupportedFeatureError for a device whose tensor cores do not compute the tree."""
     if not is_hopper(device):
@@ -143,80 +87,23 @@ def refuse_other_devices(device: torch.device) -> None:
         )
 
 
-def plain_schedule(m: int, n: int) -> Schedule:
-    """That of the kernel that any compiler knows, for m rows. Pure."""
-    return next(s for most, least, s in TABLE if m <= most and n >= least)
-
-
-def schedules(q_TK: Tensor, matrix: Matrix) -> list[Schedule | Tiles]:
-    """Schedules of a product, in the order in which they are tried. Pure."""
-    m, n = len(q_TK), matrix.n
-    found: list[Schedule | Tiles] = [plain_schedule(m, n), REFERENCE]
-    if w8a8_hopper.usable(q_TK, matrix.packed, matrix.step, matrix.by_step):
-        found.insert(0, next(s for most, least, s in HOPPER if m <= most and n >= least))
-    return found
-
-
-def run(
-    q_TK: Tensor, x_scale: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype, s: Schedule | Tiles
-) -> Tensor:
-    """The product of codes under `s`. Pure."""
-    packed, scale, n, step, by_step = matrix
-    m, k = q_TK.shape
-    y_TN = torch.empty(m, n, dtype=out_dtype, device=q_TK.device)
-    if isinstance(s, Tiles):
-        w8a8_hopper.launch(q_TK.view(torch.float8_e4m3fn), x_scale, packed.view(torch.float8_e4m3fn), scale, bias_N,
-                           y_TN, s)  # fmt: skip
-        return y_TN
-    stages = s.stages
-    if q_TK.is_cuda:
-        per_stage = (s.block_m + s.block_n) * step
-        stages = max(1, min(stages, shared_memory(q_TK.device.index) // per_stage))
-    launcher(w8a8_kernel, (cdiv(m, s.block_m) * cdiv(n, s.block_n),))(
-        q_TK.view(torch.float8_e4m3fn), x_scale, packed.view(torch.float8_e4m3fn), scale, bias_N, y_TN, m, n, k,
-        s.block_m, s.block_n, step, by_step, s.swap, 8, bias_N is not None, m < s.block_m, k % step == 0,
-        num_warps=s.warps, num_stages=stages, **dependent_launch(q_TK.device.index, EARLY),
-    )  # fmt: skip
-    return y_TN
-
-
-def is_proved(q_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype, s: Schedule | Tiles) -> bool:
-    """Whether `s` gives the bits of REFERENCE for these sizes on this device; compared once, with random rows."""
-    if s == REFERENCE:
-        return True
-    m, k = q_TK.shape
-
-    def compare() -> bool:
-        x_XTK = random_rows(m, k, matrix.n, q_TK.new_empty(0, dtype=torch.float32))
-        rows = [e4m3.launch(x, matrix.step if matrix.by_step else k) for x in x_XTK]
-        want = torch.stack([run(*each, matrix, bias_N, out_dtype, REFERENCE) for each in rows])
-        try:
-            return same_bits(want, lambda: torch.stack([run(*each, matrix, bias_N, out_dtype, s) for each in rows]))
-        except Exception:
-            if isinstance(s, Tiles):  # an experimental compiler: whatever it says, the schedule is not for this machine
-                return False
-            raise
-
-    key = f"w8a8 {out_dtype} {bias_N is not None} {matrix.step} {matrix.by_step} {m}x{matrix.n}x{k} {tuple(s)}"
-    return proved(q_TK.device, key, compare)
-
-
-def launch(
-    q_TK: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, n: int, step: int, by_step: bool,
-    bias: Tensor | None, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """The first schedule in order of speed that is proved."""
-    matrix = Matrix(packed, scale, n, step, by_step)
-    if len(q_TK) == 0:
-        return q_TK.new_empty((0, n), dtype=out_dtype)
-    s = next(s for s in schedules(q_TK, matrix) if is_proved(q_TK, matrix, bias, out_dtype, s))
-    return run(q_TK, x_scale, matrix, bias, out_dtype, s)
+def gated_on_cpu(q: Tensor, *rest: Any) -> e4m3.Pair:
+    *matrix, act, group = rest
+    return activations.e4m3_on_cpu(on_cpu(q, *matrix), act, group)
 
 
 _op = register(
     "w8a8_linear(Tensor q, Tensor x_scale, Tensor packed, Tensor scale, int n, int step, bool by_step, Tensor? bias, "
     "ScalarType out_dtype) -> Tensor",
     launch, on_cpu, lambda q, x_scale, packed, scale, n, *rest: q.new_empty((q.shape[0], n), dtype=rest[-1]),
+)  # fmt: skip
+
+
+_gated_op = register(
+    "w8a8_gated(Tensor q, Tensor x_scale, Tensor packed, Tensor scale, int n, int step, bool by_step, Tensor? bias, "
+    "ScalarType out_dtype, int act, int group) -> (Tensor, Tensor)",
+    gated_launch, gated_on_cpu,
+    lambda q, x_scale, packed, scale, n, *rest: e4m3.fake(q, n // 2, rest[-1]),
 )  # fmt: skip
 
 
@@ -242,8 +129,22 @@ class W8A8(NamedTuple):
         self, x_TK: Tensor | e4m3.Rows, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:
         """As `linear.linear`. Pure."""
-        rows = x_TK if isinstance(x_TK, e4m3.Rows) else e4m3.rows(x_TK, self.x_group)
+        rows = self.rows(x_TK)
         return _op(rows.codes_TK, rows.scale_TG, *self, bias_N, out_dtype or rows.dtype)
+
+    def gated(
+        self, x_TK: Tensor | e4m3.Rows, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int
+    ) -> Any:
+        """As `linear.gated_linear`. Pure."""
+        if not group:
+            return linear.in_two(self, x_TK, bias_N, adapters, exact, act, group)
+        rows, how = self.rows(x_TK), (linear.ACTS.index(act), group)
+        codes_TF, scale_TG = _gated_op(rows.codes_TK, rows.scale_TG, *self, bias_N, rows.dtype, *how)
+        return e4m3.Rows(codes_TF, scale_TG, rows.dtype)
+
+    def rows(self, x_TK: Tensor | e4m3.Rows) -> e4m3.Rows:
+        """As the product takes them. Pure."""
+        return x_TK if isinstance(x_TK, e4m3.Rows) else e4m3.rows(x_TK, self.x_group)
 
     def plain(self, adapters: Any) -> None:
         """Nothing that kernels for dense matrices could read."""

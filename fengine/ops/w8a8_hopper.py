@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.linear_hopper import place
+from fengine.ops.linear_hopper import gated_product, place
 from fengine.ops.registration import (
     EARLY,
     TensorDescriptor,
@@ -39,12 +39,15 @@ OUTPUTS = 64  # of a group of warps: the rows of wgmma
 
 class Tiles(NamedTuple):
     """How a product is cut: rows of x (8 to 128), groups of warps (of 64 outputs each), pieces in the ring, programs
-    that share a multiprocessor."""
+    that share a multiprocessor, registers of a thread at most (0: as many as there are), columns of weights that are
+    fetched into L2 behind the ring's."""
 
     block_m: int
     groups: int
     stages: int
     programs: int
+    registers: int = 0
+    ahead: int = 0
 
 
 def usable(q_TK: Tensor, w_NK: Tensor, step: int, by_step: bool) -> bool:
@@ -59,34 +62,55 @@ def usable(q_TK: Tensor, w_NK: Tensor, step: int, by_step: bool) -> bool:
     )
 
 
-def launch(q_TK: Tensor, x_scale: Tensor, w_NK: Tensor, scale: Tensor, bias: Tensor | None, y_TN: Tensor,
-           s: Tiles) -> None:  # fmt: skip
-    """y = the product of codes, times the scales of rows and outputs, + bias. Modifies: y_TN."""
+def launch(q_TK: Tensor, x_scale: Tensor, w_NK: Tensor, scale: Tensor, bias: Tensor | None, y_TN: Tensor, s: Tiles,
+           gated: bool = False, act: int = 0) -> None:  # fmt: skip
+    """y = the product of codes, times the scales of rows and outputs, + bias; or the gated product of w's two halves.
+    Modifies: y_TN."""
     (m, n), k = y_TN.shape, q_TK.shape[1]
-    tiles = -(-m // s.block_m) * -(-n // (OUTPUTS * s.groups))
+    outputs = OUTPUTS // 2 if gated else OUTPUTS
+    tiles = -(-m // s.block_m) * -(-n // (outputs * s.groups))
     threads = 128 * (s.groups + 1)
-    registers = {} if s.programs == 1 else {"maxnreg": 65536 // (threads * s.programs) // 8 * 8}
+    most = s.registers or (0 if s.programs == 1 else 65536 // (threads * s.programs) // 8 * 8)
     launcher(w8a8_hopper_kernel, (min(tiles, multiprocessors(q_TK.device.index) * s.programs),))(
-        describe(q_TK, s.block_m, STEP), describe(w_NK, OUTPUTS, STEP), x_scale, scale, bias, y_TN, m, n, k,
-        bias is not None, s.block_m, OUTPUTS, s.groups, STEP, s.stages, 8, num_warps=4,
-        launch_pdl=bool(dependent_launch(q_TK.device.index, EARLY)["PDL"]), **registers
+        describe(q_TK, s.block_m, STEP), describe(w_NK, outputs, STEP), w_NK, x_scale, scale, bias, y_TN, m, n, k,
+        bias is not None, gated, act, s.block_m, outputs, s.groups, STEP, s.stages, 8,
+        min(s.ahead, max(0, k - s.stages * STEP)) // 16 * 16, num_warps=4,
+        launch_pdl=bool(dependent_launch(q_TK.device.index, EARLY)["PDL"]), **({"maxnreg": most} if most else {})
     )  # fmt: skip
 
 
 @gluon.jit
-def copy_weights(w_desc, w_ring, full, empty, M, N, K, BM: gl.constexpr, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr,
-                 STEP: gl.constexpr, STAGES: gl.constexpr, WALK: gl.constexpr):  # fmt: skip
-    """The warp that copies weights: all tiles of this program, piece after piece, as the ring has room."""
+def fetch(w_ptr, col, N, K, OUTPUTS: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr):
+    """Asks for AHEAD columns of some weights, from FIRST on, to be in L2 soon."""
+    ROWS: gl.constexpr = gl.BlockedLayout([OUTPUTS // 32], [32], [1], [0])
+    row = col + gl.minimum(gl.arange(0, OUTPUTS, layout=ROWS), N - 1 - col % N)
+    at = (w_ptr + row.to(gl.int64) * K + FIRST).to(gl.int64)
+    size = gl.full([OUTPUTS], AHEAD, gl.int32, layout=ROWS)
+    gl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, size],
+                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def copy_weights(w_desc, w_ptr, w_ring, full, empty, M, N, K, HALVES: gl.constexpr, BM: gl.constexpr,
+                 OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+                 WALK: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+    """The warp that copies weights: all tiles of this program, piece after piece, as the ring has room. Of each group
+    HALVES times OUTPUTS."""
+    PARTS: gl.constexpr = GROUPS * HALVES
     n = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, OUTPUTS * GROUPS), gl.num_programs(0)):
         _, col = place(tile, M, N, BM, OUTPUTS * GROUPS, WALK)
         for k in range(0, gl.cdiv(K, 2 * STEP) * 2 * STEP, STEP):
             slot = n % STAGES
             mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), GROUPS * OUTPUTS * STEP)
-            for who in gl.static_range(GROUPS):
-                async_load(w_desc, [col + who * OUTPUTS, k], full.index(slot),
-                           w_ring.index(slot * GROUPS + who))  # fmt: skip
+            mbarrier.expect(full.index(slot), PARTS * OUTPUTS * STEP)
+            for part in gl.static_range(PARTS):
+                async_load(w_desc, [col + part // HALVES * OUTPUTS + part % HALVES * N, k], full.index(slot),
+                           w_ring.index(slot * PARTS + part))  # fmt: skip
+                if AHEAD:
+                    if n == STAGES - 1:
+                        fetch(w_ptr, col + part // HALVES * OUTPUTS + part % HALVES * N, N, K, OUTPUTS, STAGES * STEP,
+                              AHEAD)  # fmt: skip
             n += 1
 
 
@@ -116,18 +140,28 @@ def begun(w_ring, x_ring, full, part, n, WHO: gl.constexpr, GROUPS: gl.constexpr
 
 
 @gluon.jit
-def finish(acc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, row, col, M, N, BIAS: gl.constexpr, BM: gl.constexpr,
-           OUTPUTS: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
-    """Stores sums [OUTPUTS, BM]."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    i = col + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, SUMS))
+def finish(acc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, row, col, M, N, BIAS: gl.constexpr, GATED: gl.constexpr,
+           ACT: gl.constexpr, BM: gl.constexpr, OUTPUTS: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
+    """Stores sums [64, BM], or the gated products of their first half and their second."""
+    WIDTH: gl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUTPUTS, OUTPUTS // 8], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8, 2], [256 // OUTPUTS, OUTPUTS // 8, 1], [4, 1, 1], [2, 1, 0])
+    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
+    i = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, SUMS))
+    there = col + i % OUTPUTS < N
+    i = col + i % OUTPUTS + i // OUTPUTS * N
     j = row + gl.arange(0, BM, layout=gl.SliceLayout(0, SUMS))
-    of_w = gl.load(scale_ptr + i, mask=i < N, other=0.0)
+    of_w = gl.load(scale_ptr + i, mask=there, other=0.0)
     of_x = gl.load(x_scale_ptr + j, mask=j < M, other=0.0)
     acc *= of_x[None, :] * of_w[:, None]
     if BIAS:
-        acc += gl.load(bias_ptr + i, mask=i < N, other=0.0).to(gl.float32)[:, None]
-    y = gl.convert_layout(acc.to(y_ptr.dtype.element_ty).permute((1, 0)), LINES)
+        acc += gl.load(bias_ptr + i, mask=there, other=0.0).to(gl.float32)[:, None]
+    if GATED:
+        pairs = acc.to(DTYPE).reshape((2, OUTPUTS, BM)).permute((2, 1, 0))
+        gate, up = gl.convert_layout(pairs, PAIRS).split()
+        y = gl.convert_layout(gated_product(gate, up, ACT), LINES)
+    else:
+        y = gl.convert_layout(acc.to(DTYPE).permute((1, 0)), LINES)
     own = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, LINES))
     row += gl.arange(0, BM, layout=gl.SliceLayout(1, LINES))
     inside = (row < M)[:, None] & (col + own < N)[None, :]
@@ -135,22 +169,32 @@ def finish(acc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, row, col, M, N, BIAS: g
 
 
 @gluon.jit
+def whole(w_ring, WIDTH: gl.constexpr, GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
+    """The ring of weights in pieces of a group each."""
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, STEP], w_ring.dtype)
+    return w_ring._reinterpret(w_ring.dtype, [STAGES * GROUPS, WIDTH, STEP], W)
+
+
+@gluon.jit
 def multiply(x_scale_ptr, scale_ptr, bias_ptr, y_ptr, WHO: gl.constexpr, x_ring, w_ring, full, empty, M, N, K,
-             BIAS: gl.constexpr, BM: gl.constexpr, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, STEP: gl.constexpr,
-             STAGES: gl.constexpr, WALK: gl.constexpr):  # fmt: skip
+             BIAS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, OUTPUTS: gl.constexpr,
+             GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WALK: gl.constexpr):  # fmt: skip
     """A group of four warps: OUTPUTS outputs of every tile, for its BM rows. An odd last piece is followed by zeros."""
+    WIDTH: gl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
-    a = gl.zeros([OUTPUTS, BM], gl.float32, SUMS)
-    b = gl.zeros([OUTPUTS, BM], gl.float32, SUMS)
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, STEP], w_ring.dtype)
+    weights = w_ring._reinterpret(w_ring.dtype, [STAGES * GROUPS, WIDTH, STEP], W)
+    a = gl.zeros([WIDTH, BM], gl.float32, SUMS)
+    b = gl.zeros([WIDTH, BM], gl.float32, SUMS)
     gdc_wait()
     n = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, OUTPUTS * GROUPS), gl.num_programs(0)):
         row, col = place(tile, M, N, BM, OUTPUTS * GROUPS, WALK)
         col += WHO * OUTPUTS
-        acc = gl.zeros([OUTPUTS, BM], gl.float32, SUMS)
+        acc = gl.zeros([WIDTH, BM], gl.float32, SUMS)
         for _ in range(0, gl.cdiv(K, 2 * STEP)):
-            first = begun(w_ring, x_ring, full, a, n, WHO, GROUPS, STAGES)
-            second = begun(w_ring, x_ring, full, b, n + 1, WHO, GROUPS, STAGES)
+            first = begun(weights, x_ring, full, a, n, WHO, GROUPS, STAGES)
+            second = begun(weights, x_ring, full, b, n + 1, WHO, GROUPS, STAGES)
             a = warpgroup_mma_wait(1, deps=[first])
             mbarrier.arrive(empty.index(n % STAGES))
             acc += a
@@ -158,17 +202,19 @@ def multiply(x_scale_ptr, scale_ptr, bias_ptr, y_ptr, WHO: gl.constexpr, x_ring,
             mbarrier.arrive(empty.index((n + 1) % STAGES))
             acc += b
             n += 2
-        finish(acc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, row, col, M, N, BIAS, BM, OUTPUTS, SUMS)
+        finish(acc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, row, col, M, N, BIAS, GATED, ACT, BM, OUTPUTS, SUMS)
 
 
 @gluon.jit(do_not_specialize=["M"])
-def w8a8_hopper_kernel(x_desc, w_desc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, BIAS: gl.constexpr,
-                       BM: gl.constexpr, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, STEP: gl.constexpr,
-                       STAGES: gl.constexpr, WALK: gl.constexpr):  # fmt: skip
+def w8a8_hopper_kernel(x_desc, w_desc, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, BIAS: gl.constexpr,
+                       GATED: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, OUTPUTS: gl.constexpr,
+                       GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WALK: gl.constexpr,
+                       AHEAD: gl.constexpr):  # fmt: skip
     """Tiles of BM rows and OUTPUTS * GROUPS outputs, one after another; WALK row blocks walk the outputs together."""
+    HALVES: gl.constexpr = 2 if GATED else 1
     gdc_launch_dependents()
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, STEP], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * GROUPS, OUTPUTS, STEP], w_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * GROUPS * HALVES, OUTPUTS, STEP], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -178,11 +224,12 @@ def w8a8_hopper_kernel(x_desc, w_desc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 0, x_ring, w_ring, full, empty, M, N, K, BIAS, BM,
-                            OUTPUTS, GROUPS, STEP, STAGES, WALK)),
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 1, x_ring, w_ring, full, empty, M, N, K, BIAS, BM,
-                            OUTPUTS, GROUPS, STEP, STAGES, WALK)),
-                (copy_weights, (w_desc, w_ring, full, empty, M, N, K, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
+                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 0, x_ring, w_ring, full, empty, M, N, K, BIAS,
+                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
+                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 1, x_ring, w_ring, full, empty, M, N, K, BIAS,
+                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
+                (copy_weights, (w_desc, w_ptr, w_ring, full, empty, M, N, K, HALVES, BM, OUTPUTS, GROUPS, STEP, STAGES,
+                                WALK, AHEAD)),
                 (copy_x, (x_desc, x_ring, full, empty, M, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES, WALK)),
             ],
             [4, 1, 1], [240, 24, 24],
@@ -190,9 +237,10 @@ def w8a8_hopper_kernel(x_desc, w_desc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 
     else:
         gl.warp_specialize(
             [
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 0, x_ring, w_ring, full, empty, M, N, K, BIAS, BM,
-                            OUTPUTS, GROUPS, STEP, STAGES, WALK)),
-                (copy_weights, (w_desc, w_ring, full, empty, M, N, K, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
+                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 0, x_ring, w_ring, full, empty, M, N, K, BIAS,
+                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
+                (copy_weights, (w_desc, w_ptr, w_ring, full, empty, M, N, K, HALVES, BM, OUTPUTS, GROUPS, STEP, STAGES,
+                                WALK, AHEAD)),
                 (copy_x, (x_desc, x_ring, full, empty, M, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES, WALK)),
             ],
             [1, 1], [24, 24],

@@ -14,7 +14,7 @@ from tensor_core import FP8_MMA, FP8_WGMMA, chain
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import activations, cpu, e4m3, linear, norm_kernels, quantized, rms_norm, w8a8
+from fengine.ops import activations, cpu, e4m3, linear, norm_kernels, quantized, rms_norm, w8a8, w8a8_launch
 from fengine.ops.quantized import Codes
 
 SIZES = ((33, 64, 0), (70, 300, 0), (40, 256, 128), (65, 200, 128), (32, 70, 32))  # N, K, columns that share scales
@@ -93,9 +93,11 @@ def test_kernels_in_the_interpreter() -> None:
     run_interpreted(__file__, "-k", "triton")
 
 
-def matrix_of(codes: Codes) -> w8a8.Matrix:
+def matrix_of(codes: Codes) -> w8a8_launch.Matrix:
     """As on CUDA."""
-    return w8a8.Matrix(codes.code_NK, codes.scale_NG.float().T.contiguous(), len(codes.code_NK), *w8a8.tree(codes))
+    return w8a8_launch.Matrix(
+        codes.code_NK, codes.scale_NG.float().T.contiguous(), len(codes.code_NK), *w8a8.tree(codes)
+    )
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
@@ -105,8 +107,8 @@ def test_triton_kernels_quantize_and_multiply(n: int, k: int, group: int) -> Non
     q, scale = e4m3.launch(x, group or k)
     want_q, want_scale = e4m3.reference(x, group or k)
     assert torch.equal(q.view(torch.float8_e4m3fn).float(), want_q) and torch.equal(scale, want_scale)
-    for s in (w8a8.Schedule(16, 64, True, 4, 2), w8a8.REFERENCE):
-        got = w8a8.run(q, scale, matrix_of(codes), bias, torch.float32, s)
+    for s in (w8a8_launch.Schedule(16, 64, True, 4, 2), w8a8_launch.REFERENCE):
+        got = w8a8_launch.run(q, scale, matrix_of(codes), bias, torch.float32, s)
         torch.testing.assert_close(got, w8a8.reference(x, codes, bias), rtol=1e-4, atol=1e-4 * float(got.abs().max()))
 
 
@@ -152,12 +154,22 @@ def test_on_a_device_the_bits_are_those_of_wgmma() -> None:
         want_q, want_scale = e4m3.reference(x, group or k)
         assert torch.equal(q.cpu().view(torch.float8_e4m3fn).float(), want_q) and torch.equal(scale.cpu(), want_scale)
         matrix = matrix_of(codes.to(torch.device("cuda")))
-        got = w8a8.run(q, scale, matrix, None, torch.float32, w8a8.REFERENCE)
+        got = w8a8_launch.run(q, scale, matrix, None, torch.float32, w8a8_launch.REFERENCE)
         if not group and n < 100:
             assert np.array_equal(got.cpu().numpy(), by_tensor_core(x, codes).numpy()), (n, k, m)
-        for s in w8a8.schedules(q, matrix):
-            assert torch.equal(got, w8a8.run(q, scale, matrix, None, torch.float32, s)), (n, k, m, s)
-            assert w8a8.is_proved(q, matrix, None, torch.float32, s), s
+        for s in w8a8_launch.schedules(q, matrix):
+            assert torch.equal(got, w8a8_launch.run(q, scale, matrix, None, torch.float32, s)), (n, k, m, s)
+            assert w8a8_launch.is_proved(q, matrix, None, torch.float32, s), s
+
+
+@pytest.mark.gpu
+def test_on_a_device_gated_products_are_those_of_two_ops() -> None:
+    for (n, k), m, act in itertools.product(((128, 256), (352, 400)), (1, 20, 64, 300), range(3)):
+        codes, x, bias = made(n, k, 0), rows(m, k).bfloat16(), torch.randn(n).bfloat16().cuda()
+        matrix, q = matrix_of(codes.to(torch.device("cuda"))), e4m3.launch(x.cuda(), k)
+        want = activations.launch(w8a8_launch.run(*q, matrix, bias, torch.bfloat16, w8a8_launch.REFERENCE), act)
+        for _, s in w8a8_launch.GATED:
+            assert torch.equal(w8a8_launch.run(*q, matrix, bias, torch.bfloat16, s, act), want), (n, k, m, act, s)
 
 
 @pytest.mark.gpu
