@@ -3,7 +3,8 @@ rows.
 
 One warp copies codes of weights into a ring in shared memory (TMA), before the kernel in front has ended; another those
 of x, after it. Groups of four warps multiply: a part of 128 columns is one product from zero, and while it is added to
-the sums the next one runs, in other registers.
+the sums the next one runs, in other registers. Of a gated product a group has 32 gates above their 32 ups, and writes
+neither to memory.
 
 The tree is that of w8a8.py; used where that was proved.
 """
