@@ -6,9 +6,9 @@
 
 GPU: every schedule below is compared bit for bit with the decoded matrix under linear.py's reference (w8a8: with its
 own), then timed by replays of a CUDA graph over matrices that together exceed the cache; beside it the bfloat16 product
-and what is there without that kernel: the scratch path, or for w8a8 the plain kernel. int4 and fp4 take the kernel of
-quantized_hopper.py, w8a8 that of w8a8_hopper.py, fp8 that of quantized_launch.py. CPU: an engine of random weights in
-each form, in turns. Ends with status 1 if bits differ.
+and what is there without that kernel: the scratch path, or for w8a8 the plain kernel. int4 takes the kernel of
+int4_hopper.py, fp4 that of quantized_hopper.py, w8a8 that of w8a8_hopper.py, fp8 that of quantized_launch.py. CPU: an
+engine of random weights in each form, in turns. Ends with status 1 if bits differ.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from torch import Tensor
 from fengine import Engine
 from fengine.ops import e4m3, linear_launch, quantized, quantized_launch, w8a8, w8a8_hopper, w8a8_launch
 from fengine.ops.ahead import compiling
+from fengine.ops.int4_hopper import Eights
 from fengine.ops.linear_launch import REFERENCE
 from fengine.ops.quantized_hopper import Tiles
 from fengine.ops.quantized_launch import Matrix, Schedule
@@ -57,8 +58,13 @@ TILES = {  # largest m: rows, blocks of 64 outputs, chunks in a piece, programs,
     1 << 30: ((128, 1, 2, 1, True), (128, 2, 2, 1, True), (128, 1, 2, 1, False), (128, 2, 2, 1, False),
               (256, 2, 2, 1, False)),
 }  # fmt: skip
-
-
+EIGHTS = {  # largest m: rows, blocks of 32 outputs a group, groups, chunks in a piece, programs
+    8: ((8, 1, 1, 4, 1), (8, 1, 1, 8, 1), (8, 2, 1, 4, 1), (8, 2, 1, 4, 2), (8, 2, 1, 2, 3), (8, 2, 1, 2, 4)),
+    16: ((16, 1, 1, 4, 1), (16, 2, 1, 4, 1), (16, 2, 1, 2, 2), (16, 2, 1, 2, 3)),
+    32: ((32, 1, 1, 4, 1), (32, 2, 1, 4, 1), (32, 2, 1, 2, 2), (32, 2, 1, 2, 3)),
+    64: ((64, 1, 1, 2, 1), (64, 2, 1, 2, 1), (64, 2, 1, 1, 2), (64, 2, 2, 2, 1)),
+    1 << 30: ((64, 2, 1, 2, 1), (128, 2, 1, 1, 1), (128, 2, 1, 1, 2), (128, 2, 2, 1, 1)),
+}  # fmt: skip
 W8A8 = {  # largest m: rows, groups of 64 outputs, programs
     8: ((8, 1, 1), (8, 1, 2), (8, 2, 1)),
     16: ((16, 1, 1), (16, 1, 2), (16, 2, 1)),
@@ -87,6 +93,16 @@ def of_fragments(m: int) -> list[Tiles]:
         room, piece = SHARED // programs - rows * 192, chunks * (rows * 128 + blocks * 2304)
         found.append(Tiles(rows, blocks, chunks, min(8, room // piece), programs, sync))
     return found if m <= 1024 else []
+
+
+def of_words(m: int) -> list[Eights]:
+    """The same for int4's kernel. Pure."""
+    found = []
+    for rows, blocks, groups, chunks, programs in next(tiles for most, tiles in EIGHTS.items() if m <= most):
+        room = SHARED // programs - 2048 - rows * blocks * groups * 64
+        stages = min(8, room // (chunks * (rows * 256 + blocks * groups * 2176)))
+        found += [Eights(rows, blocks, groups, chunks, stages, programs, columns) for columns in (16, 32, 64)]
+    return [s for s in found if s.stages >= 3] if m <= 1024 else []
 
 
 def of_rows(m: int) -> list[Schedule]:
@@ -126,13 +142,13 @@ class Case(NamedTuple):
         return linear_launch.run(self.x_MK, w_NK, self.few[0].n, None, None, REFERENCE)
 
     def candidates(self) -> Sequence[Any]:
-        return (of_fragments if self.few[0].packed.dim() == 4 else of_rows)(len(self.x_MK))
+        return {2: of_rows, 3: of_words, 4: of_fragments}[self.few[0].packed.dim()](len(self.x_MK))
 
     def under(self, s: Any, i: int) -> Tensor:
         return quantized_launch.run(self.x_MK, self.few[i], None, None, s)
 
 
-class Eights(NamedTuple):
+class InFp8(NamedTuple):
     """The same of a product in FP8."""
 
     x_MK: Tensor
@@ -160,7 +176,7 @@ class Eights(NamedTuple):
         return w8a8_launch.run(*self.q, self.few[i], None, self.x_MK.dtype, s)
 
 
-def made(n: int, k: int, kind: str, sizes: list[int]) -> list[Case] | list[Eights]:
+def made(n: int, k: int, kind: str, sizes: list[int]) -> list[Case] | list[InFp8]:
     """Random matrices, whole and in few bits, and rows."""
     group, count = KINDS[kind] if k % (KINDS[kind] or k) == 0 else 32, max(2, -(-CACHE // (n * k // 2)))
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(min(count, 4))]
@@ -169,12 +185,12 @@ def made(n: int, k: int, kind: str, sizes: list[int]) -> list[Case] | list[Eight
     if kind == "w8a8":
         leaves = (w8a8.pack(one) for one in codes)
         eights = [w8a8_launch.Matrix(*leaf) for leaf in leaves if isinstance(leaf, w8a8.W8A8)]
-        return [Eights(x_MK, e4m3.launch(x_MK, k), dense, eights) for x_MK in x_XMK]
+        return [InFp8(x_MK, e4m3.launch(x_MK, k), dense, eights) for x_MK in x_XMK]
     few = [Matrix(*quantized.packed_rows(one, torch.bfloat16)[:7]) for one in codes]
     return [Case(x_MK, dense, few) for x_MK in x_XMK]
 
 
-def tried(case: Case | Eights, label: str) -> tuple[dict[Any, float], int]:
+def tried(case: Case | InFp8, label: str) -> tuple[dict[Any, float], int]:
     """(µs of the schedules that compile and give the reference's bits, how many do not give them)."""
     want, times, wrong = case.reference(), {}, 0
     for s in case.candidates():
@@ -191,7 +207,7 @@ def tried(case: Case | Eights, label: str) -> tuple[dict[Any, float], int]:
     return times, wrong
 
 
-def ask_for(cases: Sequence[Case | Eights]) -> None:
+def ask_for(cases: Sequence[Case | InFp8]) -> None:
     """Compiles what `cases` will launch, all at once."""
     with compiling():
         for case in cases:
@@ -216,7 +232,7 @@ def on_gpu(names: list[str], kinds: list[str], sizes: list[int]) -> tuple[list[d
             m = len(case.x_MK)
             label = f"{kind:4} {name:18} {m:4}"
             whole, other = timed(case.whole, len(few)), timed(case.other, len(few))
-            quantize = f" rows {timed(case.rows, len(few)):5.1f}" if isinstance(case, Eights) else ""
+            quantize = f" rows {timed(case.rows, len(few)):5.1f}" if isinstance(case, InFp8) else ""
             times, differ = tried(case, label)
             wrong += differ
             best = [(tuple(s), times[s]) for s in sorted(times, key=times.__getitem__)]

@@ -34,7 +34,7 @@ OPS = (  # the first that matches a kernel's name
     ("compiled glue", r"^triton_"),
     ("draw", r"^(block|level|candidate|row|gather)_kernel"),
     ("linear, ours", r"^(linear|hopper)_kernel"),
-    ("linear, few bits", r"^(decode|product|few_bits|unpack|w8a8|w8a8_hopper|quantize)_kernel"),
+    ("linear, few bits", r"^(decode|product|few_bits|eights|unpack|w8a8|w8a8_hopper|quantize)_kernel"),
     ("exchange between ranks", r"nccl|^(exchange|ready|arrived)_kernel|PtoP"),
     ("linear, cuBLAS", r"nvjet|cublas|gemm|gemv|cutlass|splitk|xmma"),
     ("q, k, v with rope and KV write", r"^qkv_kernel"),

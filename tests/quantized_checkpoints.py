@@ -50,6 +50,17 @@ def from_fragments(words: Tensor, scales: Tensor, group: int) -> tuple[np.ndarra
     return code, (found & 0xFFFFE000).astype(np.uint32).view(np.float32), found & 255
 
 
+def from_words(words: Tensor, scales: Tensor, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of the layout of ops/int4_words.py."""
+    blocks, chunks = words.shape[:2]
+    word, scale = words.numpy().view(np.uint32), scales.numpy().view(np.uint32)
+    row, col = np.arange(blocks * 32)[:, None], np.arange(chunks * 128)[None, :]
+    at = row % 32 * 16 + col // 2 % 4 * 4 + col // 64 % 2 * 2 + col // 32 % 2
+    code = word[row // 32, col // 128, at] >> (16 * (col % 2) + 8 * (col // 16 % 2) + 4 * (col // 8 % 2)) & 15
+    found = np.ascontiguousarray(scale[row // 32, col // group * 32 + row % 32][:, ::group])
+    return code, (found & 0xFFFFE000).astype(np.uint32).view(np.float32) / np.float32(64), found & 255
+
+
 class Maker:
     """Random codes and scales. `dtype`: of scales, and of what is not quantized."""
 

@@ -21,7 +21,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fengine.ops import fragments, linear, quantized_hopper, quantized_launch
+from fengine.ops import fragments, int4_words, linear, quantized_hopper, quantized_launch
 from fengine.ops.cpu import KIND, LANES, contiguous, maybe, readable, rounded, schedule
 from fengine.ops.linear import in_two
 from fengine.ops.registration import register
@@ -236,15 +236,16 @@ def row_bytes(codes: Codes) -> Tensor:
 
 
 def packed_rows(codes: Codes, dtype: torch.dtype) -> Quantized:
-    """The layout of CUDA: fragments where they hold the matrix, else rows. Pure."""
+    """The layout of CUDA: the tensor cores' operand where it holds the matrix, else rows. Pure."""
     kind, n, k = codes.kind, *codes.code_NK.shape
-    if (
-        quantized_hopper.serves(codes.code_NK.device)
-        and codes.index_K is None
-        and fragments.fit(kind, k, codes.group, codes.scale_NG, dtype)
-    ):
-        f = fragments.pack(kind, codes.code_NK, codes.scale_NG, codes.zero_NG)
-        return Quantized(f.words, f.scales, None, None, n, codes.group, kind, dtype)
+    if quantized_hopper.serves(codes.code_NK.device) and codes.index_K is None:
+        w = None
+        if codes.zero_NG is not None and int4_words.fit(kind, k, codes.group, codes.scale_NG, dtype):
+            w = int4_words.pack(codes.code_NK, codes.scale_NG, codes.zero_NG)
+        elif fragments.fit(kind, k, codes.group, codes.scale_NG, dtype):
+            w = fragments.pack(kind, codes.code_NK, codes.scale_NG, codes.zero_NG)
+        if w is not None:
+            return Quantized(w.words, w.scales, None, None, n, codes.group, kind, dtype)
     zero = None if codes.zero_NG is None else codes.zero_NG.T.contiguous()
     scale = codes.scale_NG.T.contiguous()
     return Quantized(row_bytes(codes), scale, zero, codes.index_K, n, codes.group, kind, dtype)

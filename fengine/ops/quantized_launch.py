@@ -1,14 +1,17 @@
 """quantized.py on CUDA: kernels that decode, to scratch or in the product of few rows; which of them are proved."""
 # pyright: reportInvalidTypeForm=false
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fengine.ops import fragments, linear_launch, quantized_hopper
+from fengine.ops import fragments, int4_hopper, int4_words, linear_launch, quantized_hopper
 from fengine.ops.ahead import launcher
 from fengine.ops.fragments import Fragments
+from fengine.ops.int4_hopper import Eights
+from fengine.ops.int4_words import Words
 from fengine.ops.linear_launch import REFERENCE, cdiv
 from fengine.ops.proof import proved, random_rows, same_bits
 from fengine.ops.quantized_hopper import Tiles
@@ -18,8 +21,8 @@ FEW = 64  # rows up to which a product decodes its weights itself
 
 
 class Matrix(NamedTuple):
-    """The tensors and facts of a `Quantized` leaf on CUDA; packed and scale are `Fragments` where packed has 4
-    dimensions."""
+    """The tensors and facts of a `Quantized` leaf on CUDA; packed and scale are `Words` where packed has 3 dimensions,
+    `Fragments` where it has 4."""
 
     packed: Tensor
     scale: Tensor
@@ -40,6 +43,7 @@ class Schedule(NamedTuple):
     stages: int
 
 
+Decoding = Schedule | Tiles | Eights
 # Found on an H200. The first entry with m <= largest M and n >= least N is taken; of more rows scratch is faster.
 FRAGMENTS = (
     (8, 16384, Tiles(8, 1, 4, 5, 3, True)),
@@ -57,11 +61,34 @@ FRAGMENTS = (
     (512, 0, Tiles(128, 2, 2, 4, 1, False)),
     (1024, 0, Tiles(256, 2, 2, 2, 1, False)),
 )
+EIGHTS = (
+    (8, 16384, Eights(8, 2, 1, 4, 4, 2)),
+    (8, 5000, Eights(8, 2, 1, 4, 8, 1)),
+    (8, 0, Eights(8, 1, 1, 8, 6, 1)),
+    (16, 16384, Eights(16, 2, 1, 2, 6, 2)),
+    (16, 5000, Eights(16, 2, 1, 4, 6, 1)),
+    (16, 0, Eights(16, 1, 1, 4, 8, 1)),
+    (32, 16384, Eights(32, 2, 1, 2, 4, 2)),
+    (32, 5000, Eights(32, 2, 1, 4, 4, 1)),
+    (32, 0, Eights(32, 1, 1, 4, 5, 1)),
+    (64, 16384, Eights(64, 2, 2, 2, 4, 1)),
+    (64, 5000, Eights(64, 2, 1, 2, 5, 1)),
+    (64, 0, Eights(64, 1, 1, 2, 6, 1)),
+    (128, 16384, Eights(128, 2, 2, 1, 4, 1)),
+    (128, 5000, Eights(128, 2, 1, 1, 5, 1)),
+    (128, 0, Eights(64, 2, 1, 2, 5, 1)),
+    (256, 5000, Eights(128, 2, 2, 1, 4, 1)),
+    (256, 0, Eights(128, 2, 1, 1, 5, 1)),
+    (1024, 0, Eights(128, 2, 2, 1, 4, 1)),
+)
 
 
-def schedules(m: int, n: int, k: int, dtype: torch.dtype, fragments: bool) -> list[Schedule] | list[Tiles]:
-    """Schedules for m rows, in the order in which they are tried; none where scratch is faster. Pure."""
-    if fragments:
+def schedules(m: int, n: int, dtype: torch.dtype, dimensions: int) -> Sequence[Decoding]:
+    """Schedules for m rows of a matrix whose `packed` has so many dimensions, in the order in which they are tried;
+    none where scratch is faster. Pure."""
+    if dimensions == 3:
+        return [s for largest_m, least_n, s in EIGHTS if m <= largest_m and n >= least_n][:1]
+    if dimensions == 4:
         return [s for largest_m, least_n, s in FRAGMENTS if m <= largest_m and n >= least_n][:1]
     if m > FEW or dtype == torch.float32:
         return []
@@ -152,6 +179,8 @@ def product_kernel(x_ptr, packed_ptr, scale_ptr, zero_ptr, index_ptr, bias_ptr, 
 def decode(matrix: Matrix, k: int, dtype: torch.dtype) -> Tensor:
     """The matrix [N, K] in `dtype`: scratch of one product. Pure."""
     packed, scale, zero, index, n, group, kind = matrix
+    if packed.dim() == 3:
+        return int4_words.unpack(Words(packed, scale), n, group, dtype)
     if packed.dim() == 4:
         return fragments.unpack(Fragments(packed, scale), n, group, dtype=dtype)
     w_NK = torch.empty(n, k, dtype=dtype, device=packed.device)
@@ -161,13 +190,14 @@ def decode(matrix: Matrix, k: int, dtype: torch.dtype) -> Tensor:
     return w_NK
 
 
-def run(
-    x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Schedule | Tiles
-) -> Tensor:
+def run(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Decoding) -> Tensor:
     """The product that decodes in registers, under `s`. Pure."""
     packed, scale, zero, index, n, group, kind = matrix
     m, k = x_TK.shape
     y_TN = torch.empty(m, n, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
+    if isinstance(s, Eights):
+        int4_hopper.launch(x_TK, Words(packed, scale), group, bias_N, y_TN, s)
+        return y_TN
     if isinstance(s, Tiles):
         quantized_hopper.launch(x_TK, Fragments(packed, scale), group, bias_N, y_TN, s)
         return y_TN
@@ -181,7 +211,7 @@ def run(
 
 
 def is_proved(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None,
-              s: Schedule | Tiles) -> bool:  # fmt: skip
+              s: Decoding) -> bool:  # fmt: skip
     """Whether `s` gives the bits of the decoded matrix under linear.py's reference; compared once for these sizes."""
     m, k = x_TK.shape
 
@@ -203,7 +233,7 @@ def launch(
 ) -> Tensor:  # fmt: skip
     """Decodes in registers where that is proved, else to scratch. On CUDA `dtype` is x's."""
     x, matrix = plain(x), Matrix(packed, scale, zero, index, n, group, kind)
-    for s in schedules(x.shape[0], n, x.shape[1], x.dtype, packed.dim() == 4) if len(x) else ():
+    for s in schedules(x.shape[0], n, x.dtype, packed.dim()) if len(x) else ():
         if is_proved(x, matrix, bias, out_dtype, s):
             return run(x, matrix, bias, out_dtype, s)
     return linear_launch.launch(x, decode(matrix, x.shape[1], x.dtype), n, bias, out_dtype)

@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 from interpreted import INTERPRETED, run_interpreted, starts_interpreter
-from quantized_checkpoints import from_fragments
+from quantized_checkpoints import from_fragments, from_words
 from torch import Tensor
 
-from fengine.ops import cpu, fragments, linear, quantized, quantized_launch
+from fengine.ops import cpu, fragments, int4_words, linear, quantized, quantized_launch
 from fengine.ops.quantized import Codes
 
 SIZES = ((33, 64, 16, False), (95, 96, 32, True), (64, 40, 40, False), (70, 24, 12, False), (130, 257, 257, False))
@@ -132,6 +132,32 @@ def test_fragments_hold_every_code_scale_and_zero() -> None:
     assert not fragments.fit("fp4", 64, 32, scale * 1.5, torch.bfloat16)
 
 
+EIGHTS = ((130, 256, 128), (64, 384, 64), (33, 128, 128))
+
+
+def test_words_of_int4_hold_every_code_scale_and_zero() -> None:
+    for n, k, group in EIGHTS:
+        codes = fragment_codes("int4", n, k, group)
+        assert codes.zero_NG is not None and int4_words.fit("int4", k, group, codes.scale_NG, torch.bfloat16)
+        code, scale, zero = from_words(*int4_words.pack(codes.code_NK, codes.scale_NG, codes.zero_NG), group)
+        assert torch.equal(torch.from_numpy(code[:n]).to(torch.uint8), codes.code_NK)
+        assert torch.equal(torch.from_numpy(scale[:n]), codes.scale_NG.float())
+        assert torch.equal(torch.from_numpy(zero[:n]).to(torch.uint8), codes.zero_NG)
+    scale = torch.ones(64, 2)
+    assert not int4_words.fit("int4", 192, 64, scale, torch.bfloat16)  # no whole chunks
+    assert not int4_words.fit("fp4", 128, 32, scale, torch.bfloat16)
+    assert not int4_words.fit("int4", 256, 128, scale * 0.1, torch.bfloat16)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+def test_triton_words_of_int4_are_unpacked() -> None:
+    for n, k, group in EIGHTS:
+        codes = fragment_codes("int4", n, k, group)
+        assert codes.zero_NG is not None
+        w = int4_words.pack(codes.code_NK, codes.scale_NG, codes.zero_NG)
+        assert torch.equal(int4_words.unpack(w, n, group, torch.float32), quantized.dequantized(codes, torch.float32))
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
 def test_triton_fragments_are_unpacked() -> None:
     for kind, n, k, group in FRAGMENTS:
@@ -171,8 +197,8 @@ def test_on_a_device_fragments_give_the_bits_of_the_dequantized_matrix(kind: str
         for m in (1, 7, 16, 33, 64, 100, 200, 300, 700, 1500):
             x = torch.randn(m, k, device="cuda").bfloat16()
             assert torch.equal(linear.linear(x, few, bias), linear.linear(x, dense, bias)), (n, k, m)
-            if few.packed.dim() == 4:
-                for s in quantized_launch.schedules(m, n, k, torch.bfloat16, True):
+            if few.packed.dim() > 2:
+                for s in quantized_launch.schedules(m, n, torch.bfloat16, few.packed.dim()):
                     assert quantized_launch.is_proved(x, quantized_launch.Matrix(*few[:7]), bias, None, s), s
 
 
@@ -189,5 +215,5 @@ def test_on_a_device_the_bits_are_those_of_the_dequantized_matrix(kind: str) -> 
             x = torch.randn(m, k, device="cuda").to(dtype)
             got, want = linear.linear(x, few), linear.linear(x, dense)
             assert torch.equal(got, want), (n, k, m, dtype)
-            for s in quantized_launch.schedules(m, n, k, dtype, few.packed.dim() == 4):
+            for s in quantized_launch.schedules(m, n, dtype, few.packed.dim()):
                 assert quantized_launch.is_proved(x, quantized_launch.Matrix(*few[:7]), None, None, s), s

@@ -1,0 +1,277 @@
+"""Products of weights in four bits on NVIDIA Hopper, eight outputs a warp: more warps for the same outputs.
+
+The sum over K is one chain, so only outputs can be spread over multiprocessors, and a warp decodes no faster for having
+the chip to itself. So a group of four warps takes 32 outputs instead of wgmma's 64: the other rows of its operand are
+nobody's, and their sums are dropped; of many rows of x, two such blocks are the 64. The layout (int4_words.py) gives
+every thread 16 bytes that are its own weights of 128 columns. What comes next is read and decoded while wgmma works.
+
+A code masked out of its word is a bfloat16 without an exponent: code * 2^-133, or 16 times that. A multiplication by a
+power of two less the zero is exact, and 2^-6 of it is what the scales were raised by. The scale has 11 bits, the high 8
+in one bfloat16 and the rest in another: difference times rest is exact, and the fused multiply-add rounds once, as
+quantized.py says. Copying warps fill a ring: codes (TMA) and scales (cp.async) do not wait for the kernel in front, x
+does. The same tree as linear.py's; used where that was proved.
+"""
+# pyright: reportInvalidTypeForm=false
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fengine.ops.ahead import launcher
+from fengine.ops.int4_words import Words
+from fengine.ops.registration import (
+    EARLY,
+    async_copy,
+    async_load,
+    dependent_launch,
+    describe,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    multiprocessors,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+class Eights(NamedTuple):
+    """How a product is cut: rows of x, blocks of 32 outputs for a group of four warps (1 or 2), such groups (1 or 2),
+    chunks of 128 columns in a piece, pieces in the ring (3 at least), programs that share a multiprocessor."""
+
+    block_m: int
+    blocks: int
+    groups: int
+    chunks: int
+    stages: int
+    programs: int
+
+
+def launch(x: Tensor, w: Words, group: int, bias: Tensor | None, y: Tensor, s: Eights) -> None:
+    """y = x @ w.T + bias. Modifies: y."""
+    (blocks, chunks), (m, n), warps = w.words.shape[:2], y.shape, 4 * s.groups
+    rows = -(-m // s.block_m)
+    tiles = rows * -(-blocks // (s.blocks * s.groups))
+    registers = {} if s.programs == 1 else {"maxnreg": 65536 // (32 * (warps + 4) * s.programs) // 8 * 8}
+    launcher(eights_kernel, (min(tiles, multiprocessors(x.device.index) * s.programs),))(
+        describe(x, s.block_m, 64), describe(w.words.view(-1, 32), 16, 32), w.scales, y, bias, tiles, rows, m, n,
+        blocks, chunks, w.scales.shape[1], bias is not None, group, s.chunks, s.block_m, s.blocks, s.groups,
+        gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, s.block_m, 16]), s.stages, num_warps=warps,
+        launch_pdl=bool(dependent_launch(x.device.index, EARLY)["PDL"]), **registers
+    )  # fmt: skip
+
+
+def _decode() -> str:
+    """Words $8 and $9 to eight pairs of bfloat16: (code - zero) / 64 times a scale that is high $10 + low $12."""
+    lines = []
+    for i in range(8):
+        if i % 4 in (0, 2):
+            lines.append(f"shr.b32 w, ${8 + i // 4}, {4 * (i % 4)};")
+        mask, power = ("0x00f000f0", "q") if i % 2 else ("0x000f000f", "p")
+        lines.append(f"and.b32 t, w, {mask}; fma.rn.bf16x2 ${i}, t, {power}, $14;")
+        lines.append(f"mul.rn.bf16x2 t, ${i}, $12; fma.rn.bf16x2 ${i}, ${i}, $10, t;")
+    return "{ .reg .b32 t, w, p, q; mov.b32 p, 0x7f007f00; mov.b32 q, 0x7d007d00; " + " ".join(lines) + " }"
+
+
+DECODE = gl.constexpr(_decode())
+DECODE_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
+SCALE = gl.constexpr(  # of a float32 whose low byte is the zero: pairs of its high bits, of the rest, of - zero / 64
+    "{ .reg .b32 t, u; prmt.b32 $0, $3, 0, 0x3232; and.b32 t, $3, 0xffffe000; and.b32 u, $3, 0xffff0000;"
+    " sub.rn.f32 t, t, u; prmt.b32 $1, t, 0, 0x3232; prmt.b32 t, $3, 0, 0x4040; mov.b32 u, 0xff00ff00;"
+    " mul.rn.bf16x2 $2, t, u; }"
+)
+SCALE_OPERANDS = gl.constexpr("=&r,=&r,=&r,r")
+
+
+@gluon.jit
+def halves(t):
+    """Words of the first and the last 64 columns."""
+    return t.reshape((t.shape[0], 2, 4, 2, 2)).permute((0, 1, 2, 4, 3)).split()
+
+
+@gluon.jit
+def spread(scale, like):
+    """[rows, 2] -> [rows, 2, 4, 2]"""
+    scale, _ = gl.broadcast(scale[:, :, None], like)
+    return halves(scale)[0]
+
+
+@gluon.jit
+def part_of(w_ring, s_ring, at, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """(words of a chunk of one block a group, raw scales of its halves)"""
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 2, 4], [4 * GROUPS, 1, 1], [2, 1, 0])
+    UNITS: gl.constexpr = 128 // GROUP
+    words = w_ring.index(at).load(gl.BlockedLayout([1, 4], [4, 8], [4 * GROUPS, 1], [1, 0]))
+    first = s_ring.index(at * UNITS).load(gl.SliceLayout(2, WORDS))
+    last = s_ring.index(at * UNITS + 1).load(gl.SliceLayout(2, WORDS)) if UNITS == 2 else first
+    return gl.convert_layout(words.reshape((16 * GROUPS, 2, 16)), WORDS, assert_trivial=True), first, last
+
+
+@gluon.jit
+def fetch(w_ring, s_ring, at, GROUP: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr):
+    """A chunk of two blocks a group, or twice that of one."""
+    one = part_of(w_ring, s_ring, at * PARTS, GROUP, GROUPS)
+    two = part_of(w_ring, s_ring, at * 2 + 1, GROUP, GROUPS) if PARTS == 2 else one
+    return one, two
+
+
+@gluon.jit
+def decoded(part, HALF: gl.constexpr):
+    """Eight tensors of pairs: 64 columns of 32 outputs."""
+    PAIRS: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+                           gl.bfloat16)  # fmt: skip
+    words, first, last = part
+    high, low, zero = gl.inline_asm_elementwise(SCALE, SCALE_OPERANDS, [last if HALF else first],
+                                                (gl.int32, gl.int32, gl.int32), True, 1)  # fmt: skip
+    return gl.inline_asm_elementwise(
+        DECODE, DECODE_OPERANDS,
+        [halves(words)[HALF], spread(high, words), spread(low, words), spread(zero, words)], PAIRS, True, 2
+    )  # fmt: skip
+
+
+@gluon.jit
+def joined(o):
+    """Pairs of four steps side by side."""
+    return gl.join(gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])), gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7])))
+
+
+@gluon.jit
+def operand(chunk, HALF: gl.constexpr, PARTS: gl.constexpr, SUMS: gl.constexpr):
+    """The left side of a product, [64 groups, 64]: rows r of one block, r + 8 of the next or anything."""
+    t = joined(decoded(chunk[0], HALF))
+    if PARTS == 2:
+        t = gl.join(t, joined(decoded(chunk[1], HALF)))
+    else:
+        t = gl.join(t, gl.inline_asm_elementwise("", "=r,r", [t], gl.bfloat16, True, 2))
+    WARPS: gl.constexpr = t.shape[0] // 4
+    w = t.reshape((WARPS, 4, 2, 4, 2, 2, 2, 2, 2)).permute((0, 8, 1, 2, 7, 6, 5, 3, 4)).reshape((16 * WARPS, 64))
+    return gl.convert_layout(w, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+
+
+@gluon.jit
+def store(y_ptr, bias_ptr, acc, block, line, M, N, BIAS: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr):
+    """Sums [.., 8, BM] of a block of outputs a group."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [8 // GROUPS, 4 * GROUPS], [4 * GROUPS, 1], [1, 0])
+    acc = acc.reshape((32 * GROUPS, BM))
+    if BIAS:
+        col = block * 32 + gl.arange(0, 32 * GROUPS, layout=gl.SliceLayout(1, acc.type.layout))
+        acc += gl.load(bias_ptr + col, mask=col < N, other=0.0).to(gl.float32)[:, None]
+    y = gl.convert_layout(acc.to(y_ptr.dtype.element_ty).permute((1, 0)), LINES)
+    row = line + gl.arange(0, BM, layout=gl.SliceLayout(1, LINES))
+    col = block * 32 + gl.arange(0, 32 * GROUPS, layout=gl.SliceLayout(0, LINES))
+    at = y_ptr + row.to(gl.int64)[:, None] * N + col[None, :]
+    gl.store(at, y, mask=(row < M)[:, None] & (col < N)[None, :])
+
+
+@gluon.jit
+def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, TILES, MT, M, N, chunks, BIAS: gl.constexpr,
+             GROUP: gl.constexpr, KS: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
+             SUMS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Groups of four warps: 32 PARTS outputs of every tile each, for its BM rows of x. What they read next is on its
+    way before they decode what is there."""
+    n = 0
+    mbarrier.wait(full.index(0), 0)
+    chunk = fetch(w_ring, s_ring, 0, GROUP, PARTS, GROUPS)
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        acc = gl.zeros([64 * GROUPS, BM], gl.float32, SUMS)
+        for piece in range(0, gl.cdiv(chunks, KS)):
+            slot = n % STAGES
+            for c in gl.static_range(KS):
+                if c + 1 < KS:
+                    coming = fetch(w_ring, s_ring, slot * KS + c + 1, GROUP, PARTS, GROUPS)
+                else:
+                    more = ((piece + 1) * KS < chunks) | (tile + gl.num_programs(0) < TILES)
+                    mbarrier.wait(full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=more)
+                    coming = fetch(w_ring, s_ring, (n + 1) % STAGES * KS, GROUP, PARTS, GROUPS)
+                for half in gl.static_range(2):
+                    x_tile = x_ring.index((slot * KS + c) * 2 + half)
+                    w = operand(chunk, half, PARTS, SUMS)
+                    acc = warpgroup_mma(w, x_tile.permute((1, 0)), acc, is_async=True)
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                chunk = coming
+                if c == 0:
+                    mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=piece > 0)
+            n += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((n - 1) % STAGES))
+        y, y_next = acc.reshape((4 * GROUPS, 2, 8, BM)).permute((0, 2, 3, 1)).split()
+        block, line = tile // MT * (PARTS * GROUPS), tile % MT * BM
+        store(y_ptr, bias_ptr, y, block, line, M, N, BIAS, BM, GROUPS)
+        if PARTS == 2:
+            store(y_ptr, bias_ptr, y_next, block + GROUPS, line, M, N, BIAS, BM, GROUPS)
+
+
+@gluon.jit
+def copy_weights(w_desc, scale_ptr, w_ring, s_ring, full, empty, TILES, MT, blocks, chunks, words, KS: gl.constexpr,
+                 UNITS: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The warp that copies codes and scales: all tiles of this program, piece after piece, as the ring has room. In a
+    piece a chunk's parts follow each other, in a part the groups' blocks."""
+    ROWS: gl.constexpr = 32 * GROUPS
+    i = gl.arange(0, KS * PARTS * UNITS * ROWS, layout=gl.BlockedLayout([4], [32], [1], [0]))
+    own = i // (UNITS * ROWS) % PARTS * GROUPS + i // 32 % GROUPS
+    word = (i // (PARTS * UNITS * ROWS) * UNITS + i // ROWS % UNITS) * 32 + i % 32
+    n = 0
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        first = tile // MT * (PARTS * GROUPS)
+        for piece in range(0, gl.cdiv(chunks, KS)):
+            slot = n % STAGES
+            mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+            at = scale_ptr + (first + own).to(gl.int64) * words + piece * (KS * UNITS * 32) + word
+            there = (word < words - piece * (KS * UNITS * 32)) & (first + own < blocks)
+            async_copy.async_copy_global_to_shared(s_ring.index(slot), at, mask=there)
+            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+            mbarrier.expect(full.index(slot), KS * PARTS * GROUPS * 2048)
+            for c in gl.static_range(KS):
+                for b in gl.static_range(PARTS * GROUPS):
+                    to = w_ring.index((slot * KS + c) * PARTS + b // GROUPS).slice(b % GROUPS * 16, 16)
+                    async_load(w_desc, [((first + b) * chunks + piece * KS + c) * 16, 0], full.index(slot), to)
+            n += 1
+
+
+@gluon.jit
+def copy_x(x_desc, x_ring, full, empty, TILES, MT, chunks, KS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr):
+    """The warp that copies rows of x."""
+    gdc_wait()
+    n = 0
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        for piece in range(0, gl.cdiv(chunks, KS)):
+            slot = n % STAGES
+            mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), BM * KS * 256)
+            for c in gl.static_range(2 * KS):
+                async_load(x_desc, [tile % MT * BM, (piece * KS * 2 + c) * 64], full.index(slot),
+                           x_ring.index(slot * KS * 2 + c))  # fmt: skip
+            n += 1
+
+
+@gluon.jit(do_not_specialize=["TILES", "MT", "M"])
+def eights_kernel(x_desc, w_desc, scale_ptr, y_ptr, bias_ptr, TILES, MT, M, N, blocks, chunks, words,
+                  BIAS: gl.constexpr, GROUP: gl.constexpr, KS: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr,
+                  GROUPS: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """y of tiles of BM rows and 32 PARTS GROUPS outputs, one after another."""
+    gdc_launch_dependents()
+    UNITS: gl.constexpr = 128 // GROUP  # of scales in a chunk
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * KS * 2, BM, 64], x_desc.layout)
+    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES * KS * PARTS, 16 * GROUPS, 32], w_desc.layout)
+    copied = gl.allocate_shared_memory(gl.int32, [STAGES, KS * PARTS * UNITS * 32 * GROUPS],
+                                       gl.SwizzledSharedLayout(1, 1, 1, [0]))  # fmt: skip
+    s_ring = copied._reinterpret(gl.int32, [STAGES * KS * PARTS * UNITS, 16 * GROUPS, 2],
+                                 gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # fmt: skip
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=34)  # a thread's cp.async arrives, and both who expect bytes
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply, (y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, TILES, MT, M, N, chunks, BIAS, GROUP, KS,
+                        BM, PARTS, GROUPS, SUMS, STAGES)),
+            (copy_weights, (w_desc, scale_ptr, w_ring, copied, full, empty, TILES, MT, blocks, chunks, words, KS, UNITS,
+                            PARTS, GROUPS, STAGES)),
+            (copy_x, (x_desc, x_ring, full, empty, TILES, MT, chunks, KS, BM, STAGES)),
+        ],
+        [1, 1], [40, 40],
+    )  # fmt: skip
