@@ -101,7 +101,7 @@ def of_words(m: int) -> list[Eights]:
     for rows, blocks, groups, chunks, programs in next(tiles for most, tiles in EIGHTS.items() if m <= most):
         room = SHARED // programs - 2048 - rows * blocks * groups * 64
         stages = min(8, room // (chunks * (rows * 256 + blocks * groups * 2176)))
-        found += [Eights(rows, blocks, groups, chunks, stages, programs, columns) for columns in (16, 32, 64)]
+        found.append(Eights(rows, blocks, groups, chunks, stages, programs))
     return [s for s in found if s.stages >= 3] if m <= 1024 else []
 
 
