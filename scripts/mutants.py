@@ -61,7 +61,8 @@ BESIDE = {  # by how the name of a file begins: the first that fits
     "core/simulated_device": ("engine/test_recording.py", "engine/test_simulation.py"), "core": QUEUE,
     "api/sessions": ("engine/test_sessions.py",), "api/streams": ("engine/test_api_streams.py",),
     "eval": ("eval/test_journal.py", "eval/test_rerun.py"),
-    "engine/readout": ("engine/test_api_results.py", "engine/test_text_engine.py", "engine/test_speculation.py"),
+    "engine/readout": ("engine/test_encode.py", "engine/test_extended.py", "engine/test_api_results.py",
+                       "engine/test_speculation.py"),
     "engine": ("engine/test_ends.py", "engine/test_engine.py", "engine/test_lifecycle.py"),
     "speculative": DRAFTS,
 }  # fmt: skip

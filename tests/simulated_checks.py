@@ -96,6 +96,9 @@ class Checks:
             raise InvariantError("a step is planned though its rows wait for the tokens of the one in flight")
         if sorted(output.preempted) != sorted(request.rid for request in victims):
             raise InvariantError(f"told to be preempted: {output.preempted}, not {[r.rid for r in victims]}")
+        for image, table_rows in output.encodes:
+            if self.scheduler.images is None or self.scheduler.images._entries[image.key].rows != table_rows:
+                raise InvariantError("an image is encoded for nobody")
         self._check_budget(output)
         self._check_progress(ran, sits, planned, bool(victims), sum(output.counts))
         self._check_admitted(output, planned, waiting, alone)

@@ -83,15 +83,17 @@ def take(world: World, seen: dict[int, tuple[str, list[int]]], collector: Output
     if state in world.answered:
         raise Violation("a request was answered twice")
     text, ids = seen.get(index, ("", []))
-    few = len(chunk["output_ids"]) - (0 if world.settings.incremental else len(ids)) < world.settings.interval
+    few = len(chunk["output_ids"]) - (0 if collector.incremental else len(ids)) < world.settings.interval
     if few and index in seen and chunk["meta_info"]["finish_reason"] is None:
         raise Violation("a chunk comes before its time")
-    if world.settings.incremental:
+    if collector.incremental:
         seen[index] = text + chunk["text"], ids + chunk["output_ids"]
     else:
         if not chunk["text"].startswith(text) or chunk["output_ids"][: len(ids)] != ids:
             raise Violation("a stream takes back what it has shown")
         seen[index] = chunk["text"], chunk["output_ids"]
+    if collector.brief and ("id" in chunk["meta_info"]) == (chunk["meta_info"]["finish_reason"] is None):
+        raise Violation(f"a chunk that is brief, or the last, tells {chunk}")
     if chunk["meta_info"]["finish_reason"] is not None:
         world.answered.add(state)
         check_output(chunk)
@@ -188,8 +190,10 @@ def chat(world: World, event: Event) -> None:
             gone = [name for name in contexts if parent is None or parent in above_of(parents, name)]
             for name in gone:
                 del contexts[name]
-            check_gone(world, sid, job, gone)
-            touched = max(touched, told)
+            if gone:  # asking for them is a use, too
+                touched = told
+                check_gone(world, sid, job, gone)
+                told = world.machine.clock
         if result["meta_info"]["finish_reason"]["type"] != "abort":
             contexts[rid], parents[rid] = (turn.prompt()[0], result["output_ids"]), parent
         world.machine.sleep(rng.choice([0.0001, 0.03, 0.07]))

@@ -451,8 +451,9 @@ class World:
         return SimpleNamespace(parts=parts, args=self.args, sessions=self.sessions, log=log)
 
     def submit(self, event: Event, requests: list[Request], loop: Any = None) -> OutputCollector:
-        stream = event.kind in ("stream", "async")
-        return OutputCollector(self.context(event, loop), requests, {}, len(requests) == 1, stream=stream, loop=loop)
+        stream, deltas = event.kind in ("stream", "async"), event.kind == "async" and event.what % 4 == 3
+        return OutputCollector(self.context(event, loop), requests, {}, len(requests) == 1, stream=stream, loop=loop,
+                               deltas=deltas)  # fmt: skip
 
     def complete(self, event: Event, requests: list[Request], turn: Turn | None = None) -> Any:
         turns = {} if turn is None else {turn.rid: turn}
@@ -486,6 +487,8 @@ class World:
     def _check_end(self) -> None:
         alive = self.core.inbox.end is None
         if alive and self.excused.isdisjoint({EngineDeadError}):
+            for _ in range(100):  # the last one may end just now
+                self.machine.sleep(STEP if self.core.requests.untold else 0.0)
             self.core.handlers["check_books"] = self._check_books
             self.core.call("check_books")
         self.excused.add(EngineClosedError)

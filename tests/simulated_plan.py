@@ -114,7 +114,7 @@ def plan_of(seed: int, size: int = 1) -> Plan:
         page_size=page, rows=rng.choice([1, 2, 4, 6, 6]), budget=rng.choice([1, 3, 6, 24, 24]),
         policy=rng.choice(list(Policy)), cached=rng.random() < 0.8, overlap=rng.random() < 0.7,
         guess=rng.choice(GUESSES), adapter_slots=rng.choice([0, 0, 1, 2]),
-        max_queued=rng.choice([None, None, None, 0, 2]), interval=rng.choice([1, 1, 3]),
+        max_queued=rng.choice([None, None, None, 0, 2]), interval=rng.choice([1, 2, 3]),
         incremental=rng.random() < 0.3, eager=rng.choice([0.02, 0.2, 0.6, 1.0]),
         image_rows=rng.choice([0, 0, 1]), patches=rng.choice([1, 4, 100]),
         patience=rng.choice([32, 1, 3]), window=rng.choice([32, 2, 5]),

@@ -28,8 +28,10 @@ def without_subclasses(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
         return seen[id(value)]
     seen[id(value)] = own = own_class(value)
     if type(own) is dict and not (ATOMS.issuperset(map(type, own)) and ATOMS.issuperset(map(type, own.values()))):
-        pairs = ((without_subclasses(key, seen, depth + 1), value) for key, value in own.items())
-        own = {key: without_subclasses(entry, seen, depth + 1) for key, entry in pairs}
+        own = {
+            without_subclasses(key, seen, depth + 1): without_subclasses(entry, seen, depth + 1)
+            for key, entry in own.items()
+        }
     elif type(own) in (list, tuple) and not ATOMS.issuperset(map(type, own)):
         found = [without_subclasses(entry, seen, depth + 1) for entry in own]
         if any(new is not old for new, old in zip(found, own, strict=True)):

@@ -124,7 +124,7 @@ class OutputProcessor:
                 if not state.done:
                     self._push(state, known)
             for state in step[1]:
-                if state.output.finish is None:
+                if state in self.untold:  # its text may have ended it before
                     self._finish(state)
             step = state = None  # an idle engine keeps nothing of the requests that it had
 

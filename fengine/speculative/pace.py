@@ -32,8 +32,6 @@ class Pace:
 
     def learn(self, tried: int, right: int, known: int) -> None:
         """Of a try: guesses behind the first wrong one tell nothing. Where tries do not pay, it rests."""
-        if not self.price:
-            return
         self.right = self.right * FADE + right
         self.seen = self.seen * FADE + min(right + 1, tried)
         self._choose()

@@ -18,7 +18,7 @@ from fengine import models
 from fengine.api.engine import Engine
 from fengine.core.request import Request, SamplingParams
 from fengine.engine.output_processor import OutputProcessor
-from fengine.engine.request_state import RequestState
+from fengine.engine.request_state import RequestOutput, RequestState
 from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, NumericsError
 
 
@@ -329,6 +329,19 @@ def test_what_a_call_held_goes_when_it_ends_and_needs_no_garbage_collector() -> 
         gc.enable()
 
 
+def test_a_request_whose_reader_has_seen_its_end_is_not_kept() -> None:
+    """Its text failed, and so did its processor: a stream tells of that in a last chunk, before the loop knows."""
+    text, told = OutputProcessor(cast(Any, None), lambda states: None), []
+    request = Request("r", 1, [1, 2], SamplingParams(), seed=0, max_new_tokens=5, stop_ids=frozenset())
+    state = RequestState(request, None, True, told.append)
+    text.enter([state])
+    state.error, state.output = FengineError("as planned"), RequestOutput("", 1, {"type": "abort", "message": ""})
+    text.steps.put(([], [state]))
+    text.steps.put(None)
+    text.run()
+    assert told == [state] and not text.untold
+
+
 def test_whatever_fails_in_a_notification_ends_one_request_only() -> None:
     """The thread that makes text survives any reader: one that raises, and one whose event loop is gone."""
     aborted: list[RequestState] = []
@@ -343,6 +356,7 @@ def test_whatever_fails_in_a_notification_ends_one_request_only() -> None:
         raise RuntimeError("Event loop is closed")
 
     bad, good = state("bad", broken), state("good", lambda t: told.append(t.output.num_tokens))
+    text.enter([bad, good])
     text.steps.put(([(bad, 1), (good, 1)], []))
     text.steps.put(([(good, 2)], [bad]))
     text.steps.put(None)

@@ -18,7 +18,9 @@ from fengine import Engine
 from fengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from fengine.core.admission import LPM_PATIENCE, LPM_WINDOW
 from fengine.core.kv_pages import PagePool
+from fengine.core.prefix_cache import PrefixCache
 from fengine.core.recording import RecordedScheduler, Replay, replay
+from fengine.core.request import Request, SamplingParams
 from fengine.errors import InputFileError, InvariantError
 from fengine.run import main
 
@@ -67,6 +69,22 @@ def test_no_id_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prompts != other  # the key is another each time
     stands_for = dict(zip((t for ids in prompts for t in ids), (t for ids in other for t in ids), strict=True))
     assert [[stands_for[token] for token in ids] for ids in prompts] == other  # equal ids stay equal
+
+
+def test_what_a_change_of_weights_takes_back_was_told(tmp_path: Path) -> None:
+    pool, path = PagePool(16), tmp_path / "steps.jsonl"
+    scheduler = RecordedScheduler(path, pool, PrefixCache(pool, 2), page_size=2, max_running_requests=2,
+                                  max_step_tokens=8)  # fmt: skip
+    for params in (SamplingParams(), SamplingParams(hidden="full")):
+        scheduler.abort("first")
+        request = Request("first" if params.bare else "r", 6, [1, 2, 3, 4, 5, 6], params, 0, 8, frozenset())
+        scheduler.add(request)
+        assert (step := scheduler.schedule()) is not None
+        scheduler.update(step, [7], [-1.0])
+    assert request.num_cached == 4
+    request.num_cached = 0  # as the engine does
+    scheduler.schedule()
+    assert [e["values"][2] for e in map(json.loads, path.read_text().splitlines()) if "now" in e] == [0, 4, 0]
 
 
 def test_a_step_that_is_another_now_is_told_by_its_line(busy: Path, tmp_path: Path) -> None:

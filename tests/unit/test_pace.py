@@ -85,3 +85,16 @@ def test_what_was_drawn_of_guesses_is_computed_already(drawn: list[int], done: i
     memo.learn(Ask(0, Request("r", 4, ids, SamplingParams(), 0, 20, frozenset()), drafting, 0, 1, 5), 0)
     assert (memo.done, memo.guesses, drafting.last) == (min(done, len(ids) - 1), [], None)
     assert drafting.rest_until == drafting.try_from == memo.pace.resume_at - 1 > len(ids) and drafting.gain == 0.0
+
+
+def test_without_a_price_every_try_pays() -> None:
+    pace = Pace(5, 0.0)
+    for known in range(2000):
+        pace.learn(5, 0, known)
+    assert (pace.size, pace.gain, pace.resume_at) == (5, 5.0, 0)
+
+
+def test_a_draft_that_is_behind_knows_what_was_known_at_its_last_try() -> None:
+    memo = Memo(Pace(5, 0.9), done=5, guesses=[5, 6, 7], known=10, room=16)
+    memo.learn(Ask(0, Request("r", 4, [1] * 13, SamplingParams(), 0, 20, frozenset()), Drafting(), 0, 1, 5), 2)
+    assert memo.done == 8

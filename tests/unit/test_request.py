@@ -2,6 +2,7 @@
 
 import math
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fengine.core.foreign import without_subclasses
 from fengine.core.parameter_kinds import NOT_BUILT
 from fengine.core.request import Request, SamplingParams
 from fengine.core.sampling_params import TOP_K_ALL
@@ -180,3 +182,19 @@ def test_what_is_still_needed_of_a_prompt() -> None:
     assert needs(SamplingParams(logprob_start=5)) == (5, 6)  # the only one needs no hidden state
     assert [needs(SamplingParams(pool="cls"), num_seen=n)[1] for n in (0, 1)] == [0, 6]
     assert [needs(SamplingParams(pool="mean"), num_seen=n)[1] for n in (0, 4)] == [0, 4]
+
+
+class Text(str):
+    pass
+
+
+@pytest.mark.parametrize("made", [lambda part: {part: 1}, lambda part: [part]])
+def test_subclasses_are_replaced_as_deep_as_is_looked(made: Any) -> None:
+    for depth, kind in ((198, str), (199, Text)):
+        part: Any = Text("a")
+        for _ in range(depth):
+            part = (part,)
+        (part,) = without_subclasses(made((part,)), {})
+        for _ in range(depth + 1):
+            (part,) = part
+        assert type(part) is kind
