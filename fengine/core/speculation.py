@@ -152,10 +152,13 @@ def _asks(batch: SchedulerOutput, rows: Rows, speculation: Speculation, tried: b
         allowed = most if request.params.bare else min(most, MOST_EDITED)
         skip, late = start + 1 - len(request.token_ids), speculation.reveal is not None and request.params.bare
         asks.append(Ask(i, request, drafting, skip, least, min(allowed, room), tried, late))
-    if speculation.waits and asks:  # a model makes no guesses for which the step has no room
-        share = -(-left // len(asks))
-        return [ask._replace(most=share) if ask.most > share else ask for ask in asks]
-    return asks
+    return _shared(asks, left) if asks and speculation.waits else asks
+
+
+def _shared(asks: list[Ask], left: int) -> list[Ask]:
+    """A model makes no guesses for which the step has no room. Pure."""
+    share = -(-left // len(asks))
+    return [ask._replace(most=share) if ask.most > share else ask for ask in asks]
 
 
 def _known(proposal: Sequence[int], most: int, vocab_size: int) -> list[int]:
