@@ -210,7 +210,7 @@ def test_commands_of_fengine_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 Path(name).write_text(content)
         places = [word for word in words[1:] if "=" not in word]
         if words[0] in ("diff", "report") and len(places) == 2 and not Path(places[1]).exists():
-            shutil.copytree(*places)
+            shutil.copytree(places[0], places[1])
         if said := problem(words, capsys, monkeypatch, run_it=not where.startswith("conf/") or "-m" in words):
             wrong.append(f"{where}: fengine {shlex.join(words)}\n    {said}")
     assert not wrong, "\n".join(wrong)
