@@ -3,12 +3,12 @@
 `split_batch` looks at shapes and not at the model: scalars hold for all prompts, lists have one entry for each.
 """
 
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fengine.api import generate_checks as checks
+from fengine.core.request import new_id
 from fengine.core.sampling_params import MAX_SAMPLES, SamplingParams
 from fengine.core.scalars import exact_int, plain, plain_ids, told
 from fengine.errors import InvalidRequestError
@@ -112,7 +112,7 @@ def _rare(given: dict[str, Any], count: int, samples: int, single: bool) -> dict
     if rids is not None and samples == 1:
         columns["rid"] = [(rid,) for rid in rids]
     else:  # several samples of a prompt get new ones, as in SGLang
-        columns["rid"] = [tuple(uuid.uuid4().hex for _ in range(samples)) for _ in range(count)]
+        columns["rid"] = [tuple(new_id() for _ in range(samples)) for _ in range(count)]
     return columns
 
 

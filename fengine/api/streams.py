@@ -103,6 +103,11 @@ class OutputCollector:
         states, self.open = [self.states[i] for i in self.open], set()
         abandon(self.core, states)
 
+    def leave(self) -> None:
+        """In the event loop: aborts, and wakes who waits for news, of which there will be none."""
+        self.abort()
+        self.ready.put(0)
+
     def read(self, index: int) -> Output | None:
         """What is new of one state, as SGLang's dict; None if nothing is. Errors: the state's own, but in a stream a
         request that failed by itself ends with a chunk that tells so, and its neighbours go on."""

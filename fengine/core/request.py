@@ -1,6 +1,7 @@
 """`Request`: what the scheduler moves along, from its arrival to its end; derived seeds. No torch."""
 
 import hashlib
+import os
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,7 +11,21 @@ from fengine.core.images import ImageSpan, Placed, RopePositions, page_salts
 from fengine.core.sampling_params import SamplingParams
 from fengine.core.scalars import exact_int
 
-__all__ = ["Adapter", "Request", "SamplingParams", "Status", "derive_seed", "exact_int"]
+__all__ = ["Adapter", "Request", "SamplingParams", "Status", "derive_seed", "exact_int", "new_id"]
+
+
+_ids: list[str] = []  # that nobody has got yet
+os.register_at_fork(after_in_child=_ids.clear)
+
+
+def new_id() -> str:
+    """128 random bits of the system's in hex, drawn for many ids at a time: nobody can guess the next one."""
+    try:
+        return _ids.pop()
+    except IndexError:
+        drawn = os.urandom(16 * 256).hex()
+        _ids.extend(drawn[i : i + 32] for i in range(32, len(drawn), 32))
+        return drawn[:32]
 
 
 def derive_seed(*parts: int) -> int:

@@ -133,16 +133,16 @@ class EventStream(StreamingResponse):
         self.call, self.service = call, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(gone(receive))
+        watch.add_done_callback(lambda _: self.call.collector.leave())
         try:
             if scope["http_version"] == "1.0":
-                watch = asyncio.create_task(gone(receive))
-                watch.add_done_callback(lambda _: self.call.collector.abort())  # which ends the events
                 whole = b"".join([piece async for piece in self.body_iterator])  # type: ignore[misc]
-                watch.cancel()
                 await Response(whole, headers=dict(self.headers))(scope, receive, send)
             else:
-                await super().__call__(scope, receive, send)
+                await self.stream_response(send)
         finally:
+            watch.cancel()
             self.service.end(self.call)
 
 

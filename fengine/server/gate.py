@@ -7,13 +7,13 @@ import ipaddress
 import logging
 import re
 import time
-import uuid
 from collections.abc import Mapping
 from functools import lru_cache
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fengine.core.request import new_id
 from fengine.server.errors import ApiError
 from fengine.server.metrics import Meter
 
@@ -73,7 +73,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         given = _values(scope, b"x-request-id")
-        rid = given[0] if given and ID.fullmatch(given[0]) else uuid.uuid4().hex.encode()
+        rid = given[0] if given and ID.fullmatch(given[0]) else new_id().encode()
         begun, status = time.perf_counter(), 0
 
         async def counted(message: Message) -> None:
