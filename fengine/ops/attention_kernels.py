@@ -8,6 +8,7 @@ from fengine.ops.attention_tiles import fetch, find_tile, limits, powers
 from fengine.ops.fp8_kernels import from_e4m3
 from fengine.ops.registration import begin, tl, triton, wait
 
+SHORT = tl.constexpr(512)  # keys up to which masks cost less than a loop of their own
 SUMS = tl.constexpr(32)  # sums of weights that a row has within a chunk
 
 
@@ -101,12 +102,13 @@ def attend_block(q, m, sums, acc, start, kv_len, position, last, table_ptr, k_pt
 def attend_chunk(q, low, seen, seen_by_all, first, end, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g,
                  S: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
                  CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                 CAP: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
+                 CAP: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
     """(m, sum, acc) of the chunk at `low`, from scratch: blocks that every row sees whole, then the others.
 
     WINDOW: blocks that no row sees are left out; those that some row sees not from their first key on come first. Rows
-    stand at positions first .. end - 1.
+    stand at positions first .. end - 1. ONE: loads run ahead of the last blocks, too; few keys are all there.
     """
+    LAST: tl.constexpr = None if ONE else 1
     high = tl.minimum(low + CHUNK, seen)
     inner = low + tl.maximum(tl.minimum(high, seen_by_all) - low, 0) // BLOCK * BLOCK
     m = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -117,14 +119,16 @@ def attend_chunk(q, low, seen, seen_by_all, first, end, kv_len, position, last, 
         outer = low + tl.maximum(first + 1 - WINDOW - low, 0) // BLOCK * BLOCK
         clear = low + tl.maximum(end - WINDOW - low + BLOCK - 1, 0) // BLOCK * BLOCK
         clear = tl.minimum(clear, tl.maximum(inner, outer))
+        clear = tl.where((high - outer <= SHORT) & ONE, outer, clear)
         for n in tl.range(outer, clear, BLOCK, num_stages=1):
             m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g, S,
                                         STRIDE, K, KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
         inner = tl.maximum(inner, clear)
+    inner = tl.where((high - clear <= SHORT) & ONE, clear, inner)
     for n in tl.range(clear, inner, BLOCK):
         m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g, S,
                                     STRIDE, K, KP, ROWS, BLOCK, False, CAUSAL, 0, CAP, SCALE, FEW)  # fmt: skip
-    for n in tl.range(inner, high, BLOCK, num_stages=1):
+    for n in tl.range(inner, high, BLOCK, num_stages=LAST):
         m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g, S,
                                     STRIDE, K, KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
     return m, halved(sums, ROWS, SUMS, 1), acc
@@ -172,7 +176,7 @@ def rows_kernel(
     sink_ptr, last_ptr, c, T, R, N, chunks, limit, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     S: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     AHEAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    REACH: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+    REACH: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of 1 .. limit tokens; limit 0: every row, and zeros behind the last one.
 
@@ -217,7 +221,7 @@ def rows_kernel(
                 for chunk in range(begin_chunk + split, count, tl.num_programs(2)):
                     m2, sum2, acc2 = attend_chunk(q, chunk * CHUNK, seen, seen_by_all, front, back, kv_len, position,
                                                   last, table, k_ptr + g * K, v_ptr + g * K, c, g, S, G * K, K, KP, BM,
-                                                  CHUNK, BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
+                                                  CHUNK, BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW, ONE)  # fmt: skip
                     if SPLIT:
                         if count - begin_chunk == 1:
                             m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
@@ -288,7 +292,7 @@ def tiles_kernel(
             for low in tl.range(begin_chunk * CHUNK, seen, CHUNK):
                 m2, sum2, acc2 = attend_chunk(q, low, seen, seen_by_all, front, back, kv_len, position, last, table,
                                               k_ptr + g * K, v_ptr + g * K, c, g, S, G * K, K, KP, BM, CHUNK, BLOCK,
-                                              CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
+                                              CAUSAL, WINDOW, CAP, SCALE, FEW, False)  # fmt: skip
                 m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
             store_rows(m, sum, acc, sink_ptr, head, o_ptr, line, mask, c, K, KP, SINKS)
         else:

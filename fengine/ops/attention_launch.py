@@ -46,6 +46,7 @@ class Rows(NamedTuple):
     stages: int
     splits: int  # programs that share the chunks of a tile; 1 merges in registers
     ahead: int = 0  # blocks in shared memory of the kernel for FP8 on Hopper; 0: Triton's kernel
+    one: bool = False  # whether loads run ahead of the last blocks
 
 
 class Tiles(NamedTuple):
@@ -100,6 +101,8 @@ def schedules(
     splits = max(1, 2 * processors // (rows * groups))  # two programs a multiprocessor: more would wait for room
     splits = chunks if splits >= 0.9 * chunks else splits  # nobody takes two chunks while others take one
     few = alone._replace(warps=4, splits=splits)  # ragged rows end 2 % earlier than with 2 warps
+    if rows * groups <= 2 * processors and q_THK.element_size() == 2:  # there is nobody else to run
+        few = few._replace(one=True)
     if rows * groups >= 4 * processors and q_THK.element_size() == 2:  # small programs, which hide each other's waits
         few = alone._replace(warps=2, stages=stages_for(q_THK, alone.tile, 2))
     taken = [few, alone]
@@ -189,7 +192,7 @@ def _run_rows(call: Paged, o_THK: Tensor, s: Rows, c: float, limit: int, bound: 
         return
     launcher(rows_kernel, (groups, rows, splits))(
         *call[:6], o_THK, *parts, arrived, *call[6:], c, tokens, rows, table_width, chunks, limit,
-        *_shape(call, s.tile), splits > 1, MERGE_AHEAD, *bound, num_warps=s.warps, num_stages=s.stages,
+        *_shape(call, s.tile), splits > 1, MERGE_AHEAD, *bound, s.one, num_warps=s.warps, num_stages=s.stages,
         **dependent_launch(q_THK.device.index, trigger),
     )  # fmt: skip
 
