@@ -190,10 +190,8 @@ def chat(world: World, event: Event) -> None:
             gone = [name for name in contexts if parent is None or parent in above_of(parents, name)]
             for name in gone:
                 del contexts[name]
-            if gone:  # asking for them is a use, too
-                touched = told
-                check_gone(world, sid, job, gone)
-                told = world.machine.clock
+            check_gone(world, sid, job, gone)
+            told = world.machine.clock  # asking for them is a use, too, if its time is not up
         if result["meta_info"]["finish_reason"]["type"] != "abort":
             contexts[rid], parents[rid] = (turn.prompt()[0], result["output_ids"]), parent
         world.machine.sleep(rng.choice([0.0001, 0.03, 0.07]))

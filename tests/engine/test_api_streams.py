@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, cast
 
 import checksum
@@ -16,6 +17,7 @@ from loops import in_loop
 
 from fengine import models
 from fengine.api.engine import Engine
+from fengine.api.streams import OutputCollector
 from fengine.core.request import Request, SamplingParams
 from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.request_state import RequestOutput, RequestState
@@ -327,6 +329,21 @@ def test_what_a_call_held_goes_when_it_ends_and_needs_no_garbage_collector() -> 
             assert requests() <= before + 1  # the threads may still hold the last one
     finally:
         gc.enable()
+
+
+def test_a_chunk_is_due_at_once_and_then_with_every_third_token() -> None:
+    collector, request = (
+        OutputCollector.__new__(OutputCollector),
+        Request("r", 1, [1], SamplingParams(), 0, 9, frozenset()),
+    )
+    collector.context, collector.pace = cast(Any, SimpleNamespace(args=SimpleNamespace(stream_interval=3))), None
+    state = RequestState(request, None, True, lambda state: None)
+    for had, due in ((0, [1, 2, 3, 4, 5]), (1, [4, 5])):
+        collector.sent, found = [RequestOutput("", had)], []
+        for count in range(1, 6):
+            state.output = RequestOutput("", count)
+            found += [count] * collector._due(0, state)
+        assert found == due
 
 
 def test_a_request_whose_reader_has_seen_its_end_is_not_kept() -> None:

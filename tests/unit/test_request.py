@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fengine.core.foreign import without_subclasses
-from fengine.core.parameter_kinds import NOT_BUILT
+from fengine.core.parameter_kinds import CHECKS, NOT_BUILT
 from fengine.core.request import Request, SamplingParams
 from fengine.core.sampling_params import TOP_K_ALL
 from fengine.core.scalars import check_ids
@@ -188,13 +188,18 @@ class Text(str):
     pass
 
 
-@pytest.mark.parametrize("made", [lambda part: {part: 1}, lambda part: [part]])
+@pytest.mark.parametrize("made", [lambda part: {part: 1}, lambda part: {1: part}, lambda part: [part]])
 def test_subclasses_are_replaced_as_deep_as_is_looked(made: Any) -> None:
     for depth, kind in ((198, str), (199, Text)):
         part: Any = Text("a")
         for _ in range(depth):
             part = (part,)
-        (part,) = without_subclasses(made((part,)), {})
+        found = without_subclasses(made((part,)), {})
+        (part,) = found.values() if 1 in found else found
         for _ in range(depth + 1):
             (part,) = part
         assert type(part) is kind
+
+
+def test_an_id_beyond_the_vocabulary_is_left_out() -> None:
+    assert CHECKS["token ids"]("stop_token_ids", [9, 8, 7, 7], 8) == (7,)
