@@ -24,7 +24,6 @@ from proof import picture
 
 from fengine import Engine
 from fengine.core.step_trace import StepRecord
-from fengine.models import lookup
 from fengine.models.vision_qwen_tower import QwenVision, windows
 from fengine.worker.images import ImageInputs
 
@@ -46,20 +45,15 @@ def tower_flops(vision: QwenVision, grid: list[int], hidden: int) -> float:
 
 def tower_seconds(engine: Engine, read: Any, runs: int) -> list[float]:
     """Of one picture, which is encoded eight times in a row."""
-    parts = engine._parts
-    params, spec, family = parts.weights.params, parts.spec, lookup(parts.spec.architecture).vision
-    assert family is not None
-    device = params["final_norm_D"].device
-    arrays = {name: torch.from_numpy(array) for name, array in read.pieces[0].arrays.items()}
-    arrays = {name: x.to(device) if x.is_floating_point() else x for name, x in arrays.items()}
+    images = engine._parts.core.stepper.input_batch.images
+    assert images is not None
     found = []
     for _ in range(runs + 1):
-        with torch.no_grad():
-            synchronize()
-            start = time.perf_counter()
-            for _ in range(8):
-                family.encode(params, spec, arrays)
-            synchronize()
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(8):
+            images.tower.encode(read.pieces[0])
+        synchronize()
         found.append((time.perf_counter() - start) / 8)
     return found[1:]
 
