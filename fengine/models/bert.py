@@ -80,7 +80,7 @@ def layer(
 ) -> layers.LayerOut:  # fmt: skip
     """As the file says; the stream is what was normed."""
     delta_TD, k_PSGK, v_PSGK = layers.attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
-    normed_TD, _ = layers.add_norm(delta_TD, normed_TD, layers.Norm(layer["mlp_norm_D"]), spec)
+    normed_TD, _ = layers.add_norm(delta_TD, normed_TD, (layer["mlp_norm_D"], 0), spec)
     delta_TD = layers.mlp(layer, spec, layers.adapters_of(batch), normed_TD)
     normed_TD, _ = layers.add_norm(delta_TD, normed_TD, next_norm, spec)
     return normed_TD, normed_TD, k_PSGK, v_PSGK

@@ -111,9 +111,9 @@ def forward(
         start_B = torch.arange(len(index_R) + 1, dtype=torch.int32, device=index_R.device)
         batch = {**batch, "q_start_B": start_B}
     delta_RD = layers.attended(layer, spec, q_RHK, k_PSGK, v_PSGK, batch)
-    normed_RD, residual_RD = layers.add_norm(delta_RD, residual_RD, layers.Norm(layer["mlp_norm_D"]), spec)
+    normed_RD, residual_RD = layers.add_norm(delta_RD, residual_RD, (layer["mlp_norm_D"], 0), spec)
     delta_RD = layers.gated_mlp(layer, spec, None, normed_RD)
-    normed_RD, stream_RD = layers.add_norm(delta_RD, residual_RD, layers.Norm(params["final_norm_D"]), spec)
+    normed_RD, stream_RD = layers.add_norm(delta_RD, residual_RD, (params["final_norm_D"], 0), spec)
     return KVState((k_PSGK,), (v_PSGK,)), normed_RD, stream_RD
 
 

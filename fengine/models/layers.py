@@ -8,7 +8,7 @@ Attention reads the pages that `qkv_rope_write` returned: read the old names, an
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,7 @@ OF_LAYERS = (
 )
 Adapters = tuple[Tensor, Tensor]  # token_A, start_S
 Normed = Tensor | e4m3.Rows
-
-
-class Norm(NamedTuple):
-    """A norm's weight, and whether what is normed goes to e4m3, as what reads it likes: `x_group` of the leaf."""
-
-    weight_D: Tensor
-    group: int = 0
-
-
+Norm = tuple[Tensor, int]  # its weight, and `x_group` of the leaf that reads what is normed: not 0, it goes to e4m3
 LayerOut = tuple[Any, Tensor, Tensor, Tensor]  # the first is `Normed`
 LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, Tensors, Any, Tensor, Norm | None], LayerOut]
 
@@ -52,7 +44,7 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, Tensors]
             }
             pos_T = torch.arange(len(batch["pos_T"]), dtype=torch.int32, device=batch["pos_T"].device)
             batch = {**batch, "pos_T": pos_T}
-        first, *norms = [*(norm_of(layer, "attn_norm_D", "wqkv") for layer in layers), Norm(params["final_norm_D"])]
+        first, *norms = [*(norm_of(layer, "attn_norm_D", "wqkv") for layer in layers), (params["final_norm_D"], 0)]
         normed_TD, residual_TD = embed(params, spec, batch, first)
         k_layers, v_layers, features = [], [], []
         images, batch = batch.get("image_row_I"), {name: batch[name] for name in OF_LAYERS if name in batch}
@@ -79,7 +71,7 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, Tensors]
 def norm_of(layer: Params, name: str, *readers: str) -> Norm | None:
     """A norm of a layer that may have it, and the first of these leaves that there is reads. Pure."""
     reader = next((layer[key] for key in readers if key in layer), None)
-    return Norm(layer[name], 0 if reader is None else reader.x_group) if name in layer else None
+    return (layer[name], 0 if reader is None else reader.x_group) if name in layer else None
 
 
 def axes_table(rope_MK: Tensor, pos_3I: Tensor, axis_K: Tensor) -> Tensor:
@@ -103,8 +95,8 @@ def keep_features(feature_PSX: Tensor, features: list[Tensor], slot_T: Tensor) -
 
 def embed(params: Params, spec: ModelSpec, batch: Tensors, first: Norm | None) -> tuple[Any, Tensor]:
     """(`Normed`, residual): the rows of the tokens, normed if there is a norm. Pure."""
-    how = Norm(params["final_norm_D"]) if first is None else first
-    weight_D = how.weight_D[: spec.hidden_size]
+    weight_D, group = (params["final_norm_D"], 0) if first is None else first
+    weight_D = weight_D[: spec.hidden_size]
     token_T = batch["token_T"] % spec.vocab_size if spec.token_types else batch["token_T"]
     normed_TD, residual_TD = rms_norm.rows_rms_norm(
         params["embed"].packed, token_T, weight_D, spec.rms_eps, spec.norm_shift
@@ -120,20 +112,21 @@ def embed(params: Params, spec: ModelSpec, batch: Tensors, first: Norm | None) -
     if spec.positions:
         residual_TD = residual_TD + params["position_ND"][batch["pos_T"] + spec.position_offset]
     if spec.embed_scale != 1.0 or spec.layer_norm or image_row_I is not None:
-        normed_TD = norm(residual_TD, how._replace(group=0), spec)
+        normed_TD = norm(residual_TD, (weight_D, 0), spec)
     if spec.embed_norm:
         return normed_TD, normed_TD
     if first is None:
         return residual_TD, residual_TD
-    return e4m3.rows(normed_TD, first.group) if first.group and not spec.layer_norm else normed_TD, residual_TD
+    return e4m3.rows(normed_TD, group) if group and not spec.layer_norm else normed_TD, residual_TD
 
 
 def norm(x_TD: Tensor, how: Norm, spec: ModelSpec) -> Any:
     """The rows under the model's kind of norm: `Normed`. Pure."""
+    weight_D, group = how
     if spec.layer_norm:
-        return layer_norm.layer_norm(x_TD, how.weight_D, spec.rms_eps)
-    normed_TD = rms_norm.rms_norm(x_TD, how.weight_D, spec.rms_eps, spec.norm_shift)
-    return e4m3.rows(normed_TD, how.group) if how.group else normed_TD
+        return layer_norm.layer_norm(x_TD, weight_D, spec.rms_eps)
+    normed_TD = rms_norm.rms_norm(x_TD, weight_D, spec.rms_eps, spec.norm_shift)
+    return e4m3.rows(normed_TD, group) if group else normed_TD
 
 
 def add_norm(

@@ -1,5 +1,4 @@
-"""The two edges of a step: which tokens enter it, which rows leave it, and how what was drawn is handed on, to the next
-step or the next of a chain of guesses. No sums.
+"""The two edges of a step: which tokens enter it, which rows leave it, and how what was drawn is handed on. No sums.
 
 Where a step is a chain of short kernels, what stands between the last of one step and the first of the next counts:
 each of these is one small kernel on CUDA, launched as the kernels beside it are.
@@ -75,37 +74,6 @@ def hand_on_launch(token_R: Tensor, logprob_R: Tensor, last_token_R: Tensor, out
     )
 
 
-@triton.jit(do_not_specialize=["R", "N", "K", "step", "last_pos", "behind"])
-def go_on_kernel(token_ptr, logprob_ptr, end_ptr, table_ptr, guess_ptr, next_ptr, R, N, K, stride, step, size, last_pos,
-                 behind, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    begin(PDL)
-    wait(PDL)
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(token_ptr + r, mask=r < R, other=0)
-    logprob = tl.load(logprob_ptr + r, mask=r < R, other=0.0)
-    token = tl.where(logprob == logprob, token, -1)
-    tl.store(guess_ptr + r * K + step, token, mask=r < R)
-    end = tl.load(end_ptr + r, mask=r < R, other=0) + step
-    pos = tl.minimum(end, last_pos)
-    page = tl.load(table_ptr + r * N + pos // size, mask=r < R, other=0)
-    tl.store(next_ptr + r, tl.maximum(token, 0), mask=r < R)
-    tl.store(next_ptr + stride + r, pos, mask=r < R)
-    tl.store(next_ptr + 2 * stride + r, page * size + pos % size, mask=r < R)
-    tl.store(next_ptr + 3 * stride + r, end + 1, mask=r < R)
-    tl.store(next_ptr + 4 * stride + r, end + 1 + behind, mask=r < R)
-
-
-def go_on_launch(
-    token_R: Tensor, logprob_R: Tensor, end_R: Tensor, page_table_RN: Tensor, guess_RK: Tensor, next_5R: Tensor,
-    step: int, size: int, last_pos: int, behind: int,
-) -> None:  # fmt: skip
-    (rows, width), most = page_table_RN.shape, guess_RK.shape[1]
-    launcher(go_on_kernel, (triton.cdiv(rows, BLOCK),))(
-        token_R, logprob_R, end_R, page_table_RN, guess_RK, next_5R, rows, width, most, next_5R.stride(0), step, size,
-        last_pos, behind, BLOCK, **dependent_launch(token_R.device.index)
-    )  # fmt: skip
-
-
 def feed_on_cpu(token: Tensor, last_token: Tensor, index: Tensor, from_: Tensor) -> Tensor:
     token, last_token = contiguous(token, "token", torch.int32), contiguous(last_token, "last_token", torch.int32)
     index, from_ = contiguous(index, "index", torch.int32), contiguous(from_, "from_", torch.bool)
@@ -129,17 +97,6 @@ def hand_on_cpu(token: Tensor, logprob: Tensor, last_token: Tensor, out: Tensor)
     out.copy_(torch.stack((token, logprob.view(torch.int32))))
 
 
-def go_on_on_cpu(
-    token_R: Tensor, logprob_R: Tensor, end_R: Tensor, page_table_RN: Tensor, guess_RK: Tensor, next_5R: Tensor,
-    step: int, size: int, last_pos: int, behind: int,
-) -> None:  # fmt: skip
-    token_R, pos_R = torch.where(logprob_R.isnan(), -1, token_R), (end_R + step).clamp(max=last_pos)
-    page_R = page_table_RN.gather(1, (pos_R // size).long()[:, None])[:, 0]
-    guess_RK[:, step] = token_R
-    slot_R, seen_R = page_R * size + pos_R % size, end_R + (step + 1)
-    next_5R.copy_(torch.stack((token_R.clamp(min=0), pos_R, slot_R, seen_R, seen_R + behind)))
-
-
 _feed = register(
     "feed(Tensor token, Tensor last_token, Tensor index, Tensor from_) -> Tensor", feed_launch, feed_on_cpu
 )
@@ -150,10 +107,6 @@ _take = register(
 _hand_on = register(
     "hand_on_(Tensor token, Tensor logprob, Tensor(a!) last_token, Tensor(b!) out) -> ()", hand_on_launch, hand_on_cpu
 )
-_go_on = register(
-    "go_on_(Tensor token, Tensor logprob, Tensor end, Tensor page_table, Tensor(a!) guess, Tensor(b!) next, int step, "
-    "int size, int last_pos, int behind) -> ()", go_on_launch, go_on_on_cpu,
-)  # fmt: skip
 
 
 def feed(token_T: Tensor, last_token_R: Tensor, index_T: Tensor, from_T: Tensor) -> Tensor:
@@ -170,13 +123,3 @@ def hand_on(token_R: Tensor, logprob_R: Tensor, last_token_R: Tensor, out_2R: Te
     """Gives the draws to the next step and to the host. Modifies: last_token_R, its first R, and out_2R (int32): the
     tokens, then the bits of the logprobs."""
     _hand_on(token_R, logprob_R, last_token_R, out_2R)
-
-
-def go_on(
-    token_R: Tensor, logprob_R: Tensor, end_R: Tensor, page_table_RN: Tensor, guess_RK: Tensor, next_5R: Tensor,
-    step: int, size: int, last_pos: int, behind: int,
-) -> None:  # fmt: skip
-    """Notes guess `step` behind the first end_R positions in its column of guess_RK, -1 where the logprob is NaN, and
-    in next_5R, for the guess behind it: token (0 for -1), position, slot in pages of `size`, keys seen, and the
-    position drawn for, which is `behind` further. No position is behind `last_pos`. Modifies: guess_RK, next_5R."""
-    _go_on(token_R, logprob_R, end_R, page_table_RN, guess_RK, next_5R, step, size, last_pos, behind)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fengine.models.kv_state import KVState, Tensors
 from fengine.models.spec import ModelSpec
-from fengine.ops.edges import go_on
 from fengine.ops.edit_logits import apply_bitmask
+from fengine.ops.go_on import go_on
 from fengine.ops.sampling import draw
 from fengine.worker.cuda_graphs import Graphs, decode_sizes
 from fengine.worker.cuda_runner import edit_sizes

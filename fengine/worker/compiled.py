@@ -53,7 +53,7 @@ def compiled_layers(layer_fn: LayerFn) -> LayerFn:
         if id(layer) not in kinds:
             kinds[id(layer)] = layer, layer_kind(layer)
         fields = "token_A" in batch, "last_key_J" in batch
-        then = None if next_norm is None else next_norm.group
+        then = None if next_norm is None else next_norm[1]
         key = kinds[id(layer)][1], then, fields, normed_TD is residual_TD, type(normed_TD)
         if key not in made:
             made[key] = _compiled(layer_fn)

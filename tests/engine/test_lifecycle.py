@@ -106,6 +106,7 @@ def test_the_engines_own_threads_may_shut_it_down(thread: int) -> None:
             core.inbox.put("ping", {})
         else:
             state = RequestState(stream._collector.states[0].request, None, True, lambda _: engine.shutdown())
+            core.requests.untold[state] = None
             core.requests.steps.put(([], [state]))
         with pytest.raises(EngineClosedError):
             list(stream)

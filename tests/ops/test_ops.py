@@ -21,6 +21,7 @@ from fengine.ops import (
     attention,
     e4m3,
     edges,
+    go_on,
     layer_norm,
     linear,
     quantized,
@@ -203,7 +204,7 @@ def test_what_enters_and_leaves_a_step():
     assert last.tolist() == [5, 6, 70]
     guess, going = torch.full((2, 3), 9).int(), torch.zeros(5, 4).int()[:, :2]
     table = torch.tensor([[3, 8, 1], [4, 6, 2]]).int()
-    edges.go_on(token[:2], torch.tensor([-0.5, torch.nan]), last[:2], table, guess, going, 1, 4, 6, 1)
+    go_on.go_on(token[:2], torch.tensor([-0.5, torch.nan]), last[:2], table, guess, going, 1, 4, 6, 1)
     assert guess.tolist() == [[9, 5, 9], [9, -1, 9]]
     assert going.tolist() == [[5, 0], [6, 6], [34, 26], [7, 8], [8, 9]]
 

@@ -23,6 +23,7 @@ from fengine.ops import (
     attention_launch,
     attention_tiles,
     edges,
+    go_on,
     layer_norm,
     linear,
     linear_hopper,
@@ -135,8 +136,8 @@ def test_edges(dtype: torch.dtype):
         logprob.masked_fill(fed, torch.nan),
     )
     told = [(torch.zeros(1500, 6).int().to(DEVICE), torch.zeros(5, 1504).int().to(DEVICE)[:, :1500]) for _ in range(2)]
-    for go_on, (guess, going) in zip((edges.go_on_launch, edges.go_on_on_cpu), told, strict=True):
-        go_on(token, gaps, last, table, guess, going, 3, 16, 100, 1)
+    for noted, (guess, going) in zip((go_on.launch, go_on.on_cpu), told, strict=True):
+        noted(token, gaps, last, table, guess, going, 3, 16, 100, 1)
     assert all(a.equal(b) for a, b in zip(*told, strict=True)) and (told[0][0][:, 3] == -1).equal(fed)
 
 

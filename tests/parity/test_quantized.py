@@ -299,7 +299,7 @@ def test_only_attention_is_quantized_by_itself(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(e4m3, "rows", lambda x, group: calls.append(x.shape) or rows(x, group))
     got = logits(params, few, 9)
     assert len(calls) == 1 + few.num_layers  # the embeddings, and each layer's attention
-    monkeypatch.setattr(layers, "norm_of", lambda layer, name, *_: layers.Norm(layer[name]))
+    monkeypatch.setattr(layers, "norm_of", lambda layer, name, *_: (layer[name], 0))
     gated = linear.gated_linear
     monkeypatch.setattr(linear, "gated_linear", lambda *call: gated(*call[:-1], 0))
     assert torch.equal(logits(params, few, 9), got) and len(calls) == 1 + 5 * few.num_layers
