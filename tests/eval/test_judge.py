@@ -58,6 +58,61 @@ def test_verdicts(fields: dict[str, Any], verdict: str, scores: dict[str, Any]) 
     assert task.score(row, said("an answer", verdict)) == pytest.approx(scores)
 
 
+@pytest.mark.parametrize(
+    ("choices", "said_word", "verdict"),
+    [
+        (("kötü", "iyi"), "İYİ", "iyi"),  # its casefold is longer than the word
+        (("kötü", "iyi"), "KÖTÜ.", "kötü"),
+        (("fail", "pass"), "pass? FAİL", "fail"),
+        (("schlecht", "groß"), "GROẞ", "groß"),
+        (("no", "yes"), "ſo: yeſ", "yes"),
+        (("C", "C++"), "c++, not C", "C"),
+    ],
+)
+def test_a_word_in_any_case_is_the_choice_that_was_found(choices: Any, said_word: str, verdict: str) -> None:
+    scores = judged(JudgeConfig(prompt="{response}", choices=choices)).score(Row("r", {}), said("", said_word))
+    assert scores == {"judge": verdict == choices[1], "judged": True, "verdict": verdict}
+
+
+@pytest.mark.parametrize(
+    ("scale", "verdict", "rating"),
+    [
+        ((1, 10), "Score: 8 / 10", 8),
+        ((1, 10), "8/10.0", 8),
+        ((1, 10), "10/10", 10),
+        ((1, 10), "7.5/10.", 7.5),
+        ((1, 10), "**8**/10 or 8/**10**", 8),
+        ((1, 10), "8／10", 8),
+        ((1, 10), "8 Out  of 10", 8),
+        ((1, 10), "An 8. Out of 10!", 8),
+        ((1, 10), "Out of 10 I say 8", 8),
+        ((1, 10), "8 points (out of 10)", 8),
+        ((1, 10), "**8** of 10", 8),
+        ((1, 10), "a score of 10", 10),
+        ((1, 10), "style 3/10, facts 9/10", 9),
+        ((1, 10), "part 2 of 3: 7", 7),
+        ((1, 10), "4/5", None),  # on a scale that was not asked for
+        ((1, 10), "8/10, for 2 out of 3 hold", None),
+        ((1, 10), "8/100", None),
+        ((1, 10), "/10", None),
+        ((1, 10), "7,5", 7.5),
+        ((1, 10), "8,25 / 10,0", 8.25),
+        ((1, 10), "style, facts, tone: 3,4,5", 5),
+        ((0, 1_000_000), "3/1000000", 3),
+        ((0, 1_000_000), "3/1,000,000", 3),
+        ((0, 1_000_000), "1,500 out of 1e6", 1500),
+        ((0, 0.3), "0.1/0.3", 0.1),
+        ((10, 0), "2/10", 2),
+        ((-5, 5), "-3/5", -3),
+        ((-5, 5), "−2,5 out of 5", -2.5),
+        ((-10, -1), "-4", -4),
+    ],
+)
+def test_a_number_is_read_on_the_scale_that_was_asked_for(scale: Any, verdict: str, rating: float | None) -> None:
+    scores = judged(JudgeConfig(prompt="{response}", scale=scale)).score(Row("r", {}), said("", verdict))
+    assert (scores["judged"], scores.get("rating")) == (rating is not None, rating)
+
+
 def test_a_judge_is_asked_about_each_answer_under_its_own_sampling() -> None:
     task, row = judged(replace(YES, sampling='{"top_k": 5}'), samples=2), Row("r", {"prompt": "p", "answer": 4})
     assert [ask.kind for ask in task.asks(row)] == ["generate"] * 2
@@ -104,6 +159,7 @@ def test_another_model_s_answers_are_judged_as_they_are_recorded() -> None:
         ({"choices": None}, "either choices"),
         ({"scale": (1, 2)}, "either choices"),
         ({"choices": ("Yes", "yes")}, "two or more words that differ"),
+        ({"choices": ("iyi", "İyi")}, "two or more words that differ"),
         ({"choices": ("yes", "")}, "two or more words that differ"),
         ({"choices": None, "scale": (1, 1)}, "two numbers"),
         ({"choices": None, "scale": (1, 2, 3)}, "two numbers"),

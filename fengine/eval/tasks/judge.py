@@ -10,19 +10,22 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import permutations
 from typing import Any
 
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.tasks.columns import column, filled, problem
-from fengine.eval.tasks.scoring import Extractor, numbers
+from fengine.eval.tasks.scoring import NUMBER, Extractor, numbers
 from fengine.eval.tasks.statistics import mean
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
 
-Render = Callable[
-    ..., list[int]
-]  # messages, and whether the run's system message goes before them -> ids to be answered
+# Messages, and whether the run's system message goes before them -> ids to be answered.
+Render = Callable[..., list[int]]
 RESPONSE = "response"  # the name of the answer in a judge's template
 FIGURES = ("judge", "rating", "judged")
+# A number, and whether it is what another one is out of: 10 in 8/10, 8 / **10**, 8 out of 10, 8 of 10.
+_RATED = re.compile(rf"(?:([/／⁄]|\bout\s+of\b|(?<=\d)\*{{0,3}}\s+of\b)[\s*]*)?({NUMBER.pattern})", re.IGNORECASE)
+_DECIMAL_COMMA = re.compile(r"(?<![\w.,])(\d+),(?!\d{3}(?!\d))(\d+)(?![,.]?\d)")  # 7,5; not 1,000 nor 3,4,5
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,7 @@ class JudgeConfig:
     """The run's own model judges each answer: what it is asked, and how its verdict is read."""
 
     prompt: str | None = None  # a template of the row's columns and {response}, the answer; None: no judge
-    response: str | None = (
-        None  # a column that is judged, for nothing is generated: what another model said; `a.0` works
-    )
+    response: str | None = None  # a column to judge, with nothing generated: what another model said; `a.0` works
     choices: tuple[str, ...] | None = None  # the words of a verdict, from the worst to the best: the last one counts
     scale: tuple[float, ...] | None = None  # or the worst and the best number: the last number counts
     extract: str | None = None  # a regular expression; group 1, or the whole match, of the last match is the verdict
@@ -71,7 +72,7 @@ def check(config: JudgeConfig) -> list[str]:
         "task.judge takes either choices, from the worst to the best, or a scale: task.judge.choices=[no,yes]":
             bool(choices) == bool(scale),
         f"task.judge.choices must be two or more words that differ, got {list(choices)}": bool(choices)
-            and (len(set(_folded(choices))) < max(2, len(choices)) or not all(map(str.strip, choices))),
+            and (len(choices) < 2 or _alike(choices) or not all(map(str.strip, choices))),
         f"task.judge.scale must be two numbers, the worst and the best, got {list(scale)}": bool(scale)
             and len({*scale}) != 2 or len(scale) > 2,
         "task.judge.system is for task.judge.chat=true": config.system is not None and not config.chat,
@@ -84,9 +85,14 @@ def check(config: JudgeConfig) -> list[str]:
     return found
 
 
-def _folded(choices: Iterable[str]) -> list[str]:
-    """As they are compared: words in any case, single letters as they are. Pure."""
-    return [word if len(word) == 1 else word.casefold() for word in map(str.strip, choices)]
+def _pattern(word: str) -> str:
+    """What finds it: words in any case, single letters as they are. Pure."""
+    return re.escape(word) if len(word) == 1 else f"(?i:{re.escape(word)})"
+
+
+def _alike(choices: Iterable[str]) -> bool:
+    """Whether one would be found where another stands. Pure."""
+    return any(re.fullmatch(_pattern(a), b) for a, b in permutations(map(str.strip, choices), 2))
 
 
 def judged(task: Task, config: JudgeConfig, render: Render | None) -> Task:
@@ -134,8 +140,8 @@ class Judged:
     def judge(self, row: Row, answers: list[Answer]) -> list[Ask]:
         """What the judge is asked about each answer. Pure. Errors: InputFileError."""
         parameters, adapter = self.config.parameters, self.config.adapter
-        return [Ask(self._prompt(row, one.text), parameters, "judge", adapter=adapter) 
-                for one in answers or self._given(row)]  # fmt: skip
+        given = answers or self._given(row)
+        return [Ask(self._prompt(row, one.text), parameters, "judge", adapter=adapter) for one in given]
 
     def _given(self, row: Row) -> list[Answer]:
         """The answer that the row brings, if it is to. Errors: InputFileError."""
@@ -193,19 +199,24 @@ class Judged:
 
     def _by_choice(self, text: str) -> Scores | None:
         choices = [word.strip() for word in self.config.choices or ()]
-        words = "|".join(re.escape(word) if len(word) == 1 else f"(?i:{re.escape(word)})" for word in
-                         sorted(choices, key=len, reverse=True))  # fmt: skip
-        found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text)
+        longest_first = sorted(range(len(choices)), key=lambda i: -len(choices[i]))
+        words = "|".join(f"(?P<c{i}>{_pattern(choices[i])})" for i in longest_first)
+        found = [match.lastgroup or "" for match in re.finditer(rf"(?<!\w)(?:{words})(?!\w)", text)]
         if not found:
             return None
-        place, last = _folded(choices).index(_folded(found)[-1]), len(choices) - 1
+        place, last = int(found[-1][1:]), len(choices) - 1
         return {"judge": bool(place) if last == 1 else place / last, "judged": True, "verdict": choices[place]}
 
     def _by_number(self, text: str) -> Scores | None:
-        """8/10 and 8 out of 10 are 8 where 10 is the scale's end."""
+        """8/10 and 8 out of 10 are 8 where 10 is the scale's greater end; 4/5 is there no verdict. 7,5 is 7.5."""
         worst, best = self.config.scale or (0.0, 1.0)
-        text = re.sub(rf"\s*(?:/|\bout of\b)\s*{max(worst, best):g}(?!\.?\w)", "", text)
-        value = next(iter(numbers(text)[-1:]), None)
+        value: float | None = None
+        for out_of, number in _RATED.findall(_DECIMAL_COMMA.sub(r"\1.\2", text.replace("−", "-"))):
+            (read,) = numbers(number)
+            if not out_of:
+                value = read
+            elif read != max(worst, best):
+                value = None
         if value is None or not min(worst, best) <= value <= max(worst, best):
             return None
         return {"judge": (value - worst) / (best - worst), "rating": value, "judged": True}

@@ -20,7 +20,7 @@ from fengine.eval.tasks.task import Answer
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 NORMAL_FORMS: dict[str, Callable[[str], str]] = {
     "strip": str.strip,  # no white space around it
     "blanks": lambda text: " ".join(text.split()),  # any run of white space is one blank; none around
@@ -65,7 +65,7 @@ def number_match(text: str, references: Iterable[str], forms: Sequence[str] = ("
 
 def numbers(text: str) -> list[float]:
     """The numbers of a text, thousands written with commas or not. Pure."""
-    return [float(match.replace(",", "")) for match in _NUMBER.findall(text)]
+    return [float(match.replace(",", "")) for match in NUMBER.findall(text)]
 
 
 def token_f1(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> float:
