@@ -35,14 +35,20 @@ class Decoder:
             timer.start()
             try:
                 return _exchange(process, data)
+            except InvalidRequestError:  # the process lives on
+                raise
             except (OSError, ValueError) as error:
-                if isinstance(error, InvalidRequestError):  # the process lives on
-                    raise
                 told = f"decoding takes longer than {self.patience:.0f} s" if late.is_set() else str(error)
                 self._stop()
                 raise InvalidRequestError(told) from None
+            except BaseException:  # its answer would be taken for the next one's
+                self._stop()
+                raise
             finally:
                 timer.cancel()
+                timer.join()
+                if late.is_set():
+                    self._stop()
 
     def close(self) -> None:
         """Ends the process. Idempotent."""

@@ -8,7 +8,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 from fengine.config import EngineConfig
 from fengine.core.images import Image, ImageSpan, RopePositions
 from fengine.core.scalars import told
-from fengine.errors import FengineError, InvalidRequestError, ModelLoadError
+from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, ModelLoadError
 from fengine.models import lookup
 from fengine.models.spec import ModelSpec, VisionSpec
 from fengine.models.vision_family import Vision
@@ -64,12 +64,12 @@ class Images:
 
     def read_all(self, image_data: Any, inside: bool = False, refuse: bool = True) -> Any:
         """`image_data` of a call with every image read, several at a time, in the same lists. Unless `refuse`, what
-        cannot be read stays as it is, for whoever checks its prompt. Errors: as `read`."""
+        cannot be read stays as it is, for whoever checks its prompt. Errors: as `read`; EngineClosedError."""
 
         def begun(items: Any, index: int = 0) -> Any:
             if isinstance(items, (list, tuple)):
                 return [begun(item, at) for at, item in enumerate(items)]
-            return None if items is None else (items, self._pool.submit(self._picture, items, index, inside))
+            return None if items is None else (items, self._begun(items, index, inside))
 
         def read(found: Any) -> Any:
             if found is None or isinstance(found, list):
@@ -77,7 +77,16 @@ class Images:
             item, picture = found
             return picture.result() if refuse or picture.exception() is None else item
 
-        return read(begun(image_data))
+        try:
+            return read(begun(image_data))
+        except CancelledError:  # which asyncio would take for its caller's
+            raise EngineClosedError("the engine was shut down during the call") from None
+
+    def _begun(self, item: Any, index: int, inside: bool) -> Future[Picture]:
+        try:
+            return self._pool.submit(self._picture, item, index, inside)
+        except RuntimeError:
+            raise EngineClosedError("the engine was shut down; create a new Engine") from None
 
     @property
     def placeholder(self) -> int:

@@ -170,13 +170,6 @@ def finish(acc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, row, col, M, N, BIAS: g
 
 
 @gluon.jit
-def whole(w_ring, WIDTH: gl.constexpr, GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
-    """The ring of weights in pieces of a group each."""
-    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, STEP], w_ring.dtype)
-    return w_ring._reinterpret(w_ring.dtype, [STAGES * GROUPS, WIDTH, STEP], W)
-
-
-@gluon.jit
 def multiply(x_scale_ptr, scale_ptr, bias_ptr, y_ptr, WHO: gl.constexpr, x_ring, w_ring, full, empty, M, N, K,
              BIAS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, OUTPUTS: gl.constexpr,
              GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WALK: gl.constexpr):  # fmt: skip

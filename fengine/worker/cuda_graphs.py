@@ -85,12 +85,14 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.beside: dict[Hashable, Any] = {}  # by key what must live as long as a graph does
         self.room = True  # for graphs that are captured while requests run
         self.pool: Any = None
         self.side = torch.cuda.Stream(device)  # of captures: one, because cuBLAS keeps a workspace for each stream
 
     def clear(self) -> None:
         self.captured.clear()
+        self.beside.clear()
         self.room, self.pool = True, None  # a pool ends with the last of its graphs
 
     def forget(self, dead: Callable[[Any], bool]) -> None:

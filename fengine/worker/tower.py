@@ -4,12 +4,15 @@ On CUDA a size of image that comes again is captured: to launch a tower's kernel
 GPU needs to run them.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fengine.core.images import Image
 from fengine.models.kv_state import Params
@@ -22,10 +25,28 @@ SIZES = 8  # sizes of images that are captured at most: those that came last
 
 
 class Static(NamedTuple):
-    """Of a captured size: what its graph reads and writes."""
+    """Of a captured size: what its graph reads and writes outside of its own memory."""
 
     arrays: dict[str, Tensor]
     found_ID: Tensor
+    read: tuple[Tensor, ...]  # whoever else knows them, such as a cache of layouts, may forget them
+
+
+class Reads(TorchDispatchMode):
+    """Notes which tensors ops read, and holds none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, weakref.ref[Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
+                self.seen[id(x)] = weakref.ref(x)
+        return func(*args, **(kwargs or {}))
+
+    def alive(self) -> tuple[Tensor, ...]:
+        return tuple(x for x in (seen() for seen in self.seen.values()) if x is not None)
 
 
 class Tower:
@@ -35,7 +56,7 @@ class Tower:
         """`graphs`: of the runner, which are dropped with the memory that they name; None: nothing is captured."""
         self.family, self.params, self.spec, self.graphs = family, params, spec, graphs
         self.dtype, self.device = params["final_norm_D"].dtype, params["final_norm_D"].device
-        self.sizes: OrderedDict[Hashable, Static | None] = OrderedDict()  # None: has come once
+        self.sizes: OrderedDict[Hashable, None] = OrderedDict()  # that have come
 
     def encode(self, image: Image) -> Tensor:
         """The embeddings of its tokens, which hold until the next image. Pure but for what it keeps."""
@@ -56,28 +77,30 @@ class Tower:
         """Of a size that has come before, which is captured then. Modifies: itself."""
         if self.graphs is None:
             return None
-        before, static = key in self.sizes, self.sizes.get(key)
-        if before and (static is None or key not in self.graphs.captured):
-            static = self._capture(key, {name: self._sent(x) for name, x in arrays.items()})
-        self.sizes[key] = static
+        if key in self.sizes and key not in self.graphs.beside:
+            self._capture(key, {name: self._sent(x) for name, x in arrays.items()})
+        self.sizes[key] = None
         self.sizes.move_to_end(key)
         if len(self.sizes) > SIZES:
             oldest, _ = self.sizes.popitem(last=False)
             self.graphs.captured.pop(oldest, None)
-        return static
+            self.graphs.beside.pop(oldest, None)
+        return self.graphs.beside.get(key)
 
-    def _capture(self, key: Hashable, arrays: dict[str, Tensor]) -> Static | None:
-        """None: there is no room. Its kernels have run before, so nothing is compiled or proved in the capture."""
+    def _capture(self, key: Hashable, arrays: dict[str, Tensor]) -> None:
+        """If there is room. Its kernels have run before, so nothing is compiled or proved in the capture."""
         assert self.graphs is not None
         if not self.graphs.room:
-            return None
-        found_ID = self._run(arrays)
+            return
+        with Reads() as reads:
+            found_ID = self._run(arrays)
 
         def run() -> None:
             found_ID.copy_(self._run(arrays))
 
         self.graphs.capture_late(key, run)
-        return Static(arrays, found_ID) if key in self.graphs.captured else None
+        if key in self.graphs.captured:
+            self.graphs.beside[key] = Static(arrays, found_ID, reads.alive())
 
     def _sent(self, x: Tensor) -> Tensor:
         """On the device; whole numbers, which decide shapes, stay. Pure."""

@@ -13,7 +13,7 @@ from tiny_vision import TOKEN, picture
 
 from fengine import Engine
 from fengine.config import EngineConfig, ModelConfig, SchedulerConfig
-from fengine.errors import CapacityError, InvalidRequestError, UnsupportedFeatureError
+from fengine.errors import CapacityError, EngineClosedError, InvalidRequestError, UnsupportedFeatureError
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 ONE, TWO = [5, TOKEN, 7, 8], [9, TOKEN, 10, TOKEN, 11, 12, 13]
@@ -54,6 +54,13 @@ def test_ids_and_logprobs_are_those_of_transformers(engine: Engine, checkpoint: 
     for position, (logprob, token, _) in enumerate(got):
         assert abs(logprob - logprobs[position, token]) < 1e-4
     assert output["output_ids"] == logprobs[len(ids) - 1 : -1].argmax(-1).tolist()
+
+
+def test_images_of_an_engine_that_was_shut_down_are_refused(checkpoint: Path) -> None:
+    with Engine(model_path=str(checkpoint), **OPTIONS) as made:
+        pass
+    with pytest.raises(EngineClosedError):
+        ask(made, ONE, picture(1))
 
 
 def test_another_picture_gives_other_logprobs(engine: Engine) -> None:

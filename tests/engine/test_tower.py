@@ -1,6 +1,9 @@
 """Towers whose images are captured by size: the bits of those that run, whatever came between."""
 
+import weakref
+from collections.abc import Hashable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_vision
@@ -9,7 +12,7 @@ from fake_cuda import Torch
 from tiny_vision import picture
 
 from fengine import Engine
-from fengine.models import lookup
+from fengine.models import lookup, vision_layers, vision_qwen_tower
 from fengine.worker import tower
 from fengine.worker.cuda_graphs import Graphs
 from fengine.worker.tower import Tower
@@ -41,7 +44,39 @@ def test_a_size_that_comes_again_is_captured_with_the_same_bits(
         assert graphs is not None and 0 < len(graphs.captured) <= 2
         assert sum(graph.replays for graph in graphs.captured.values()) > 0  # pyright: ignore[reportAttributeAccessIssue]
         graphs.clear()  # as memory is released
+        assert not graphs.beside
         graphs.room = False
         for piece in engine._parts.images.read([picture(9, 40, 30)])[0].pieces:
             assert torch.equal(captured.encode(piece), plain.encode(piece))
         assert not graphs.captured
+
+
+def test_what_a_graph_reads_lives_as_long_as_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the caches of layouts have forgotten it: a graph knows addresses alone."""
+    path = tiny_vision.write(tmp_path, "qwen2_5_vl")
+    with Engine(model_path=str(path), device="cpu", skip_tokenizer_init=True, max_total_tokens=2048) as engine:
+        captured, _ = towers(engine, monkeypatch)
+        graphs = captured.graphs
+        assert graphs is not None
+        caches = (vision_qwen_tower.plan, vision_layers.layout)
+        for cache in caches:
+            cache.cache_clear()
+        for i in range(3):
+            captured.encode(engine._parts.images.read([picture(i, 40, 30)])[0].pieces[0])
+        (grid,) = {
+            tuple(map(int, x.arrays["grid_2"])) for x in engine._parts.images.read([picture(0, 40, 30)])[0].pieces
+        }
+        known = vision_qwen_tower.plan(engine._parts.spec.vision, grid, captured.device)
+        layouts = [vision_layers.layout(lengths, captured.device) for lengths in (known.near, (len(known.order_I),))]
+        tensors = [known.rope_IK, known.order_I, *(at.table_RN for at in layouts)]
+        assert vision_layers.layout.cache_info().misses == vision_qwen_tower.plan.cache_info().misses + 1 == 2
+        alive = [weakref.ref(x) for x in tensors]
+        keys, empty = list(graphs.captured), dict[Hashable, Any]()
+        graphs.captured = empty  # the tests' own graphs hold what they read
+        graphs.captured.update(dict.fromkeys(keys))
+        del known, layouts, tensors
+        for cache in caches:
+            cache.cache_clear()
+        assert all(x() is not None for x in alive)
+        graphs.clear()
+        assert all(x() is None for x in alive)

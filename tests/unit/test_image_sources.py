@@ -139,6 +139,24 @@ def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
     assert process.poll() is not None
 
 
+def test_an_answer_that_was_not_read_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(10_000, patience=60.0)
+
+    def interrupted(process: Any, data: bytes) -> None:
+        process.stdin.write(len(data).to_bytes(8, "little") + data)
+        process.stdin.flush()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fengine.multimodal.decoder._exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.decode(encoded())
+    file = io.BytesIO()
+    Image.new("RGB", (3, 4)).save(file, "PNG")
+    assert decoder.decode(file.getvalue()).shape == (4, 3, 3)
+    decoder.close()
+
+
 class _Pictures(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/moved":
