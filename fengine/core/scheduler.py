@@ -134,7 +134,7 @@ class Scheduler:
         if not output.requests:
             return None
         output.encodes, self._admission.encodes = self._admission.encodes, []
-        if self.speculation:
+        if self.speculation and not any(before.guessed for before in self._in_flight):  # it is not read yet
             schedule_drafts(output, self._rows, self.speculation)
         self._steps_scheduled += 1
         self.num_computed_tokens += sum(output.counts)

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import simulation
@@ -15,9 +16,10 @@ from fengine.core import admission
 from fengine.core.admission import LPM_PATIENCE, LPM_WINDOW
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
-from fengine.core.request import Adapter, Request, Status
+from fengine.core.request import Adapter, Request, SamplingParams, Status
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
+from fengine.core.speculation import Ask, Late, Speculation
 from fengine.errors import CapacityError, InvalidRequestError, InvariantError
 
 
@@ -628,3 +630,43 @@ def test_counters_and_steps_are_plain_values() -> None:
     counters = scheduler.counters()
     assert (counters["running"], counters["waiting"], counters["used_pages"], counters["cached_pages"]) == (1, 1, 2, 2)
     assert counters["free_pages"] + counters["used_pages"] == counters["pages"] == 31
+
+
+def test_nobody_is_asked_while_guesses_that_are_not_known_yet_are_in_flight() -> None:
+    """By three rows a try does not pay any more; when one of them draws its last token it does."""
+    guesses: dict[Request, list[int]] = {}
+    gains = {"a": 0.5, "b": 0.0, "c": 0.5}
+
+    def reveal() -> dict[Request, list[int]]:
+        found = dict(guesses)
+        guesses.clear()
+        return found
+
+    def propose(asks: Sequence[Ask]) -> list[Late]:
+        reveal()  # what a step was not fed with, as `DraftModel` does
+        for ask in asks:
+            assert ask.drafting is not None
+            ask.drafting.gain, ask.drafting.hope_from = gains[ask.request.rid], 1 << 30
+        guesses.update({ask.request: [7] for ask in asks if ask.request.rid == "a"})
+        return [Late([0] if ask.request in guesses else []) for ask in asks]
+
+    pool = PagePool(64)
+    speculation = Speculation(propose, 4, 64, 100, waits=True, hope=1.0, toll=0.4, reveal=reveal)
+    scheduler = Scheduler(
+        pool, None, page_size=4, max_running_requests=4, max_step_tokens=64, speculation=speculation
+    )  # fmt: skip
+    requests = [
+        Request(rid, 3, [1, 2, 3], SamplingParams(), 0, n, frozenset()) for rid, n in (("a", 9), ("b", 3), ("c", 9))
+    ]
+    for request in requests:
+        scheduler.add(request)
+    first = scheduler.schedule()
+    assert first is not None
+    scheduler.update(first, [7] * 3, [0.0] * 3)
+    guessed = scheduler.schedule()
+    assert guessed is not None and guessed.guessed and [draft.index for draft in guessed.drafts] == [0]
+    beside = scheduler.schedule()
+    assert beside is not None and [request.rid for request in beside.requests] == ["b", "c"] and not beside.drafts
+    scheduler.update(guessed, [7, 8, 9, 10], [0.0] * 4)
+    assert requests[0].token_ids[3:] == [7, 7, 10]
+    assert [request.rid for request in scheduler.update(beside, [8, 9], [0.0] * 2)] == ["b"]
