@@ -96,10 +96,9 @@ def keep_features(feature_PSX: Tensor, features: list[Tensor], slot_T: Tensor) -
 def embed(params: Params, spec: ModelSpec, batch: Tensors, first: Norm | None) -> tuple[Any, Tensor]:
     """(`Normed`, residual): the rows of the tokens, normed if there is a norm. Pure."""
     weight_D, group = (params["final_norm_D"], 0) if first is None else first
-    weight_D = weight_D[: spec.hidden_size]
     token_T = batch["token_T"] % spec.vocab_size if spec.token_types else batch["token_T"]
     normed_TD, residual_TD = rms_norm.rows_rms_norm(
-        params["embed"].packed, token_T, weight_D, spec.rms_eps, spec.norm_shift
+        params["embed"].packed, token_T, weight_D[: spec.hidden_size], spec.rms_eps, spec.norm_shift
     )
     if spec.embed_scale != 1.0:
         residual_TD = residual_TD * params["embed_scale"]  # as a tensor it is rounded to the activations' dtype
