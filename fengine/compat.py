@@ -105,9 +105,7 @@ def find_moved() -> None:
 
 def install_as_sglang() -> None:
     """Makes `import sglang` mean fengine in this process, so that programs written for SGLang run as they are.
-
-    Idempotent. Modifies: sys.meta_path. Errors: RuntimeError if SGLang itself has been imported already.
-    """
+    Idempotent. Modifies: sys.meta_path. Errors: RuntimeError if SGLang itself has been imported already."""
     loaded = sys.modules.get("sglang")
     if loaded is not None and loaded is not sys.modules["fengine"]:
         raise RuntimeError("SGLang itself is imported already; call install_as_sglang() before `import sglang`")

@@ -44,11 +44,9 @@ def trim_overlap(existing: str, new: str) -> str:
 
 
 def _delta(existing: str, chunk: dict[str, Any]) -> str:
-    """What `chunk` adds to the text so far. Pure.
-
-    A chunk whose output_ids are all completion tokens carries all text so far; with fewer it carries only what is new,
-    so that a genuine repetition ("ha" + "ha") survives. Without these figures overlap is trimmed, as SGLang does.
-    """
+    """What `chunk` adds to the text so far. Pure. A chunk whose output_ids are all completion tokens carries all text
+    so far; with fewer it carries only what is new, so that a genuine repetition ("ha" + "ha") survives. Without these
+    figures overlap is trimmed, as SGLang does."""
     text, ids = chunk["text"], chunk.get("output_ids")
     total = chunk.get("meta_info", {}).get("completion_tokens")
     if ids is not None and total is not None:
@@ -107,10 +105,8 @@ def _free_port(host: str) -> int:
 def wait_for_server(
     base_url: str, timeout: float | None = None, process: subprocess.Popen[bytes] | None = None
 ) -> None:
-    """Returns once GET `base_url`/health answers. `timeout`: the most seconds to wait; None: for ever.
-
-    Errors: TimeoutError; EngineDeadError if `process` has ended.
-    """
+    """Returns once GET `base_url`/health answers. `timeout`: the most seconds to wait; None: for ever. Errors:
+    TimeoutError; EngineDeadError if `process` has ended."""
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         with suppress(OSError, ValueError):  # not there yet
@@ -135,10 +131,8 @@ def terminate_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_process_tree(parent_pid: int | None, include_parent: bool = True) -> None:
-    """Kills the group of a process that leads one; no other process is touched. SGLang's name.
-
-    `include_parent=False`, for the children of an engine, has no effect: there are none.
-    """
+    """Kills the group of a process that leads one; no other process is touched. SGLang's name. `include_parent=False`,
+    for the children of an engine, has no effect: there are none."""
     with suppress(ProcessLookupError):
         if parent_pid and include_parent and os.getpgid(parent_pid) == parent_pid != os.getpgid(0):
             os.killpg(parent_pid, signal.SIGKILL)

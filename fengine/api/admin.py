@@ -34,22 +34,17 @@ def close_session(engine: HasContext, session_id: str) -> None:
 
 
 def abort(engine: HasContext, rid: str | None = None, abort_all: bool = False) -> None:
-    """Ends the request with exactly this rid, or all; their calls return what there is, finish type "abort".
-
-    A rid that is unknown, or has finished, is left alone. Returns at once.
-    """
+    """Ends the request with exactly this rid, or all; their calls return what there is, finish type "abort". A rid that
+    is unknown, or has finished, is left alone. Returns at once."""
     if not abort_all and not isinstance(rid, str):
         raise InvalidRequestError(f"abort needs a rid (a string) or abort_all=True, got rid={rid!r:.80}.")
     engine._parts.core.abort_rids(None if abort_all else {str(rid)})
 
 
 def pause_generation(engine: HasContext, mode: str = "abort") -> None:
-    """No step is planned until `continue_generation`; requests that come meanwhile wait.
-
-    "abort" first ends all requests as `abort` does. "in_place" leaves them as they are, with their KV. "retract" sends
-    them back to the queue: they give their pages back, so that `flush_cache` works, and are computed again. Returns
-    when it holds.
-    """
+    """No step is planned until `continue_generation`; requests that come meanwhile wait. "abort" first ends all
+    requests as `abort` does. "in_place" leaves them as they are, with their KV. "retract" sends them back to the queue:
+    they give their pages back, so that `flush_cache` works, and are computed again. Returns when it holds."""
     if mode not in PAUSE_MODES:
         raise InvalidRequestError(f"Invalid mode: {mode!r:.80}. Expected one of {list(PAUSE_MODES)}.")
     engine._parts.core.call("pause", mode=mode)
@@ -125,10 +120,8 @@ def stop_profile(engine: HasContext) -> None:
 
 @contextmanager
 def steps_told(engine: HasContext, tell: Callable[[StepRecord], None]) -> Iterator[None]:
-    """fengine's own: inside, `tell` gets every step of the scheduler, in the loop's thread: it should be quick.
-
-    Errors: what `tell` raised, at the end; after it nothing more is reported.
-    """
+    """fengine's own: inside, `tell` gets every step of the scheduler, in the loop's thread: it should be quick. Errors:
+    what `tell` raised, at the end; after it nothing more is reported."""
     core, key, fault = engine._parts.core, uuid.uuid4().hex, None
     core.call("watch_steps", tell, key=key)
     try:

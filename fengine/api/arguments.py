@@ -24,9 +24,7 @@ def takes(record: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[Con
 
 def described_by(record: Callable[..., Any]) -> Callable[[F], F]:
     """Gives a method (self, *args, **kwargs) the signature of a request's dataclass, whose `text` is called `prompt`.
-
-    Fields that the call has not, as SGLang's (`input_embeds`), are marked `metadata={"call": False}`.
-    """
+    Fields that the call has not, as SGLang's (`input_embeds`), are marked `metadata={"call": False}`."""
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     hidden = {f.name for f in fields(record) if not f.metadata.get("call", True)}  # type: ignore[arg-type]
     kept = [p.replace(annotation=p.empty) for n, p in inspect.signature(record).parameters.items() if n not in hidden]

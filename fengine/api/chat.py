@@ -29,11 +29,9 @@ def chat(
     **more: Unpack[CallOptions],
 ) -> Any:  # fmt: skip
     """`generate` for a chat, or a list of chats, rendered by the model's template (`chat_template_kwargs` are its
-    variables). Special-token text in a message stays text. Contents may have images: `chat_images`.
-    `more` are further arguments of `generate`.
-
-    Errors: as `generate`; ChatTemplateError, UnknownParameterError (a variable with a meaning of its own).
-    """
+    variables). Special-token text in a message stays text. Contents may have images: `chat_images`. `more` are further
+    arguments of `generate`. Errors: as `generate`; ChatTemplateError, UnknownParameterError (a variable with a meaning
+    of its own)."""
     ids, images = rendered(engine._context, messages, tools, add_generation_prompt, chat_template_kwargs)
     return engine.generate(None, sampling_params, ids, stream=stream, **with_images(more, images))
 
@@ -63,9 +61,7 @@ def chat_ids(
     chat_template_kwargs: dict[str, Any] | None = None, continue_final_message: bool = False,
 ) -> Any:  # fmt: skip
     """The ids of a chat, or of each of several; `continue_final_message`: up to where the last message's text ends.
-
-    Errors: as `chat`.
-    """
+    Errors: as `chat`."""
     values = chat_template_kwargs
     return rendered(engine._context, messages, tools, add_generation_prompt, values, continue_final_message)[0]
 

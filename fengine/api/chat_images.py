@@ -11,11 +11,9 @@ PARTS = ("image_url", "image", "input_image")
 
 
 def without_images(messages: Any) -> tuple[Any, list[Any]]:
-    """A chat as its template sees it, and its images in order. Pure. Errors: InvalidRequestError.
-
-    A part is OpenAI's {"type": "image_url", "image_url": {"url": …}} or {"type": "input_image", "image_url": …},
-    Anthropic's {"type": "image", "source": {…}}, or {"type": "image", "image": whatever image_data takes}.
-    """
+    """A chat as its template sees it, and its images in order. Pure. Errors: InvalidRequestError. A part is OpenAI's
+    {"type": "image_url", "image_url": {"url": …}} or {"type": "input_image", "image_url": …}, Anthropic's {"type":
+    "image", "source": {…}}, or {"type": "image", "image": whatever image_data takes}."""
     images: list[Any] = []
     if not isinstance(messages, (list, tuple)):
         return messages, images

@@ -71,10 +71,8 @@ def submit_encode(engine: Any, req: EncodeReqInput, loop: asyncio.AbstractEventL
 def encode_requests(
     engine: Any, req: EncodeReqInput, head: bool = True
 ) -> tuple[list[Request], dict[str, Turn], bool, Result]:
-    """As `process_input`, and what makes a result of an output. `head=False` leaves a classifier's head out.
-
-    Errors: those of `process_input`; InvalidRequestError if the model is none for embeddings.
-    """
+    """As `process_input`, and what makes a result of an output. `head=False` leaves a classifier's head out. Errors:
+    those of `process_input`; InvalidRequestError if the model is none for embeddings."""
     engine._refuse_own_thread()
     context: EngineContext = engine._context
     pooling, classifies = pooling_of(context), context.parts.spec.num_labels is not None
@@ -123,10 +121,8 @@ def as_generate(context: EngineContext, req: EncodeReqInput) -> GenerateReqInput
 
 
 def _prepared(context: EngineContext, text: Any, ids: Any) -> tuple[Any, Any]:
-    """(texts, ids) as sentence-transformers tokenizes: with its prompt, in lower case, cut to its length.
-
-    What is no text is left as it is. Errors: InvalidRequestError and its kinds.
-    """
+    """(texts, ids) as sentence-transformers tokenizes: with its prompt, in lower case, cut to its length. What is no
+    text is left as it is. Errors: InvalidRequestError and its kinds."""
     pooling, tokenizer, several = pooling_of(context), context.parts.tokenizer, isinstance(text, (list, tuple))
     texts = list(text) if several else [text]
     if not all(isinstance(part, str) for part in texts):

@@ -22,10 +22,8 @@ PER_PROMPT = (
 
 @dataclass
 class GenerateReqInput:
-    """One `generate` call, its fields in the order of `Engine.generate`, where `text` is called `prompt`.
-
-    Nothing is checked here; `process_input` does.
-    """
+    """One `generate` call, its fields in the order of `Engine.generate`, where `text` is called `prompt`. Nothing is
+    checked here; `process_input` does."""
 
     text: Any = None  # str, or a list of str
     sampling_params: Any = None  # SamplingParamsDict or SamplingParams, or a list of these
@@ -64,12 +62,9 @@ class GenerateReqInput:
 
 
 def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[list[GenerateReqInput], bool]:
-    """A call of one prompt for each of them, and whether it was a single one with a single sample.
-
-    Nothing of a prompt is checked against the model; `rid` is a tuple with one for each sample. `preferred` are
-    sampling parameters that hold where the call gives none.
-    Errors: InvalidRequestError, UnsupportedFeatureError.
-    """
+    """A call of one prompt for each of them, and whether it was a single one with a single sample. Nothing of a prompt
+    is checked against the model; `rid` is a tuple with one for each sample. `preferred` are sampling parameters that
+    hold where the call gives none. Errors: InvalidRequestError, UnsupportedFeatureError."""
     given: dict[str, Any] = {f.name: v for f in fields(req) if (v := getattr(req, f.name)) is not f.default}
     own = {"input_ids": plain_ids, "image_data": lambda value: value}
     given = {name: own.get(name, plain)(value) for name, value in given.items()}

@@ -80,10 +80,8 @@ def _key(sampling: Any) -> Hashable:
 def _check(
     context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, index: int, turns: dict[str, Turn]
 ) -> list[Request]:
-    """The requests of one prompt, one for each sample. `params` are `prompt.sampling_params`, checked.
-
-    Modifies: `turns`. Errors: InvalidRequestError and its kinds.
-    """
+    """The requests of one prompt, one for each sample. `params` are `prompt.sampling_params`, checked. Modifies:
+    `turns`. Errors: InvalidRequestError and its kinds."""
     parts = context.parts
     _refuse_without_text(parts, params)
     ids, spans, rope = prompt_ids(parts, prompt), (), None

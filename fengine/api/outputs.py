@@ -40,11 +40,9 @@ def submit(
     context: EngineContext, requests: Sequence[Request], turns: Mapping[str, Turn], notify: Sequence[Notify],
     stream: bool = False,
 ) -> list[RequestState]:  # fmt: skip
-    """Queues all requests or none; those of sessions enter their trees.
-
-    Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError (a rid is in use),
-    SessionError (a session was closed or changed meanwhile; nothing of the call goes on).
-    """
+    """Queues all requests or none; those of sessions enter their trees. Errors: EngineClosedError, EngineDeadError,
+    MemoryReleasedError, InvalidRequestError (a rid is in use), SessionError (a session was closed or changed meanwhile;
+    nothing of the call goes on)."""
     core, tokenizer = context.parts.core, context.parts.tokenizer
     patterns: dict[tuple[str, ...], tuple[StopRegex, ...]] = {}  # compiled once for all of them
     states = []
@@ -97,10 +95,8 @@ def output_of(
     state: RequestState, output: RequestOutput, before: RequestOutput, *, has_text: bool, metrics: bool,
     brief: bool = False,
 ) -> Output:  # fmt: skip
-    """SGLang's dict for one request: what `output` has and `before` has not. Pure but for the clock.
-
-    `brief`: `meta_info` has no more than `finish_reason` and what was asked for of each token.
-    """
+    """SGLang's dict for one request: what `output` has and `before` has not. Pure but for the clock. `brief`:
+    `meta_info` has no more than `finish_reason` and what was asked for of each token."""
     request, start, count = state.request, state.request.prompt_len, output.num_tokens
     ids = request.token_ids[start + before.num_tokens : start + count]
     meta = {"finish_reason": None} if brief else _meta(request, output)

@@ -17,10 +17,8 @@ from fengine.structured_output.backend import Grammar, Source
 
 
 def grammar_asked(context: EngineContext, params: SamplingParams) -> Grammar | None:
-    """The compiled form of its grammar; None: it has none.
-
-    Errors: GrammarError, MissingExtraError; InvalidRequestError for what would cut its text somewhere.
-    """
+    """The compiled form of its grammar; None: it has none. Errors: GrammarError, MissingExtraError; InvalidRequestError
+    for what would cut its text somewhere."""
     if params.grammar_key is None:
         return None
     kind, text = params.grammar_key
@@ -105,9 +103,7 @@ def hidden_asked(args: ServerArgs, value: Any) -> str | None:
 
 def prompt_in_place(context: EngineContext, prompt: GenerateReqInput, ids: list[int], turns: dict[str, Turn]) -> Prompt:
     """All prompt ids, with placeholders for each part of their images; of a session's turn those of its context, too.
-
-    Modifies: `turns`, to which a session's turn goes. Errors: InvalidRequestError and kinds.
-    """
+    Modifies: `turns`, to which a session's turn goes. Errors: InvalidRequestError and kinds."""
     images, pictures = context.parts.images, ()
     if images is None:
         refuse_images(prompt.image_data)

@@ -23,10 +23,7 @@ PRIVATE = frozenset({"custom_params"})
 
 
 class RequestLog:
-    """Does what the settings ask. Thread-safe.
-
-    Modifies: itself, the log, and once a file in `crash_dump_folder`.
-    """
+    """Does what the settings ask. Thread-safe. Modifies: itself, the log, and once a file in `crash_dump_folder`."""
 
     def __init__(self, args: ServerArgs, tokenizer: Tokenizer | None) -> None:
         self._args, self._tokenizer = args, tokenizer

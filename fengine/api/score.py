@@ -92,10 +92,8 @@ class Scoring:
         return cls(req, prompts, check_labels(labels, len(prompts), vocab_size) if generates else None, temperature)
 
     def inputs(self) -> list[GenerateReqInput | EncodeReqInput]:
-        """What is asked: of a classifier with its head, and without it where hidden states are wanted.
-
-        A language model gets checked sampling parameters: the engine's preferred ones are not mixed in.
-        """
+        """What is asked: of a classifier with its head, and without it where hidden states are wanted. A language model
+        gets checked sampling parameters: the engine's preferred ones are not mixed in."""
         if not self.prompts:
             return []
         if self.labels is None:
@@ -133,10 +131,8 @@ class Scoring:
 
 
 def rerank(engine: Any, prompt: list[list[str]]) -> list[EncodeOutput]:
-    """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification.
-
-    A model of several labels gives a list of scores instead of one.
-    """
+    """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification. A model of several
+    labels gives a list of scores instead of one."""
     context = engine._context
     outputs: Any = prompt and complete(context, *encode_requests(engine, EncodeReqInput(pair_ids(context, prompt))))
     return cast(list[EncodeOutput], rerank_scores(outputs or []))
@@ -188,10 +184,8 @@ def _temperature(value: Any, softmax: bool) -> float:
 
 
 def join(query: Any, items: Any, item_first: bool) -> list[Any]:
-    """One prompt per item: query + item, or item + query; all of text or all of token ids. Pure.
-
-    Errors: InvalidRequestError.
-    """
+    """One prompt per item: query + item, or item + query; all of text or all of token ids. Pure. Errors:
+    InvalidRequestError."""
     if items is None:
         raise InvalidRequestError("items must be provided")
     items = [items] if isinstance(items, str) else items

@@ -51,10 +51,8 @@ def setting(default: Any, path: str) -> Any:
 @with_foreign_fields
 @dataclass
 class ServerArgs:
-    """A plain dataclass (`dataclasses.asdict` works). `to_config` checks it and gives an EngineConfig.
-
-    The fields here are honoured; those of `sglang_args.json` are accepted without effect, or refused with the reason.
-    """
+    """A plain dataclass (`dataclasses.asdict` works). `to_config` checks it and gives an EngineConfig. The fields here
+    are honoured; those of `sglang_args.json` are accepted without effect, or refused with the reason."""
 
     model_path: str
     tokenizer_path: str | None = setting(None, "model.tokenizer_path")

@@ -175,11 +175,9 @@ class Sessions:
             del self._sessions[session_id]
 
     def prepare(self, values: Any, new_ids: list[int], rid: str, bos_id: int | None) -> Turn:
-        """The turn that a request `rid` with the prompt `new_ids` would be; its whole prompt is `Turn.prompt()`.
-
-        A bos token that begins `new_ids` goes where there is a context. Changes nothing. Errors: InvalidRequestError,
-        SessionError.
-        """
+        """The turn that a request `rid` with the prompt `new_ids` would be; its whole prompt is `Turn.prompt()`. A bos
+        token that begins `new_ids` goes where there is a context. Changes nothing. Errors: InvalidRequestError,
+        SessionError."""
         params = SessionParams.of(values)
         with self._lock:
             session = self._find(params.id)

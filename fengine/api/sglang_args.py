@@ -130,9 +130,7 @@ def json_object(name: str, given: Any) -> dict[str, Any]:
 
 def graphs_of(values: Mapping[str, Any]) -> tuple[int | None, bool]:
     """(most rows of a decode step that is captured, None: any; whether steps with prompts are). Errors: ConfigError.
-
-    Sizes in a list come before a greatest one, as in SGLang.
-    """
+    Sizes in a list come before a greatest one, as in SGLang."""
     prefill = not (values["disable_prefill_cuda_graph"] or values["cuda_graph_backend_prefill"] == "disabled")
     if values["disable_decode_cuda_graph"] or values["cuda_graph_backend_decode"] == "disabled":
         return 0, prefill

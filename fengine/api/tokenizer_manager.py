@@ -43,10 +43,8 @@ class TokenizerManager:
     async def generate_request(
         self, req: GenerateReqInput | EncodeReqInput, request: Any = None
     ) -> AsyncIterator[dict[str, Any] | list[dict[str, Any]]]:
-        """Yields the chunks of a stream, or once what `async_generate` or `async_encode` returns.
-
-        `request`, of a web framework, has no effect. Errors: those of `Engine.generate`.
-        """
+        """Yields the chunks of a stream, or once what `async_generate` or `async_encode` returns. `request`, of a web
+        framework, has no effect. Errors: those of `Engine.generate`."""
         loop, engine = asyncio.get_running_loop(), self._engine
         await engine._prepare(req)
         if isinstance(req, EncodeReqInput):

@@ -118,9 +118,7 @@ class EncodeOutput(TypedDict):
 
 class CallOptions(TypedDict, total=False):
     """Arguments of `generate` behind prompt, sampling_params, input_ids and stream. A list has one entry a prompt.
-
-    Those of SGLang's that are not built are refused at run time, too.
-    """
+    Those of SGLang's that are not built are refused at run time, too."""
 
     image_data: Any
     return_logprob: bool | list[bool]

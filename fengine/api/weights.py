@@ -22,11 +22,9 @@ def update_weights_from_disk(
     engine: HasContext, model_path: str, load_format: str | None = None, *, weight_version: str | None = None,
     abort_all_requests: bool = False,
 ) -> UpdateResult:  # fmt: skip
-    """All weights from a checkpoint of the same model; on any fault (False, reason) and the old ones stay.
-
-    Between two steps. The prefix cache is emptied. Requests that run are computed again from their tokens and go on
-    with the new weights, or end first with `abort_all_requests`. `weight_version` labels what is drawn from then.
-    """
+    """All weights from a checkpoint of the same model; on any fault (False, reason) and the old ones stay. Between two
+    steps. The prefix cache is emptied. Requests that run are computed again from their tokens and go on with the new
+    weights, or end first with `abort_all_requests`. `weight_version` labels what is drawn from then."""
     return engine._parts.updates.update_from_disk(
         model_path, load_format, version=weight_version, abort=abort_all_requests
     )
@@ -36,10 +34,8 @@ def update_weights_from_tensor(
     engine: HasContext, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True, *,
     weight_version: str | None = None, abort_all_requests: bool = False,
 ) -> UpdateResult:  # fmt: skip
-    """Some or all weights, as (name, tensor) pairs or a dict in Hugging Face names; as `update_weights_from_disk`.
-
-    The prefix cache is emptied also with flush_cache=False: its pages were computed with the old weights.
-    """
+    """Some or all weights, as (name, tensor) pairs or a dict in Hugging Face names; as `update_weights_from_disk`. The
+    prefix cache is emptied also with flush_cache=False: its pages were computed with the old weights."""
     return engine._parts.updates.update_from_tensor(
         named_tensors, load_format, version=weight_version, abort=abort_all_requests
     )
@@ -109,19 +105,15 @@ def get_weights_by_name(engine: HasContext, name: str, truncate_size: int = 100)
 
 
 def release_memory_occupation(engine: HasContext, tags: list[str] | None = None) -> None:
-    """Gives memory back: "kv_cache", "weights", "cuda_graph", or for None all. Requests are refused meanwhile.
-
-    Errors: EngineBusyError while requests run, MemoryReleasedError for what is released, InvalidRequestError.
-    """
+    """Gives memory back: "kv_cache", "weights", "cuda_graph", or for None all. Requests are refused meanwhile. Errors:
+    EngineBusyError while requests run, MemoryReleasedError for what is released, InvalidRequestError."""
     engine._parts.memory.release(tags)
 
 
 def resume_memory_occupation(engine: HasContext, tags: list[str] | None = None) -> None:
-    """Takes memory again; for None all that is released.
-
-    Weights come back if they were those of a checkpoint that is unchanged; else requests are refused until an update
-    has given every tensor. Errors: MemoryReleasedError for what is not released, OutOfMemoryError, InvalidRequestError.
-    """
+    """Takes memory again; for None all that is released. Weights come back if they were those of a checkpoint that is
+    unchanged; else requests are refused until an update has given every tensor. Errors: MemoryReleasedError for what is
+    not released, OutOfMemoryError, InvalidRequestError."""
     engine._parts.memory.resume(tags)
 
 
@@ -152,11 +144,9 @@ def adapter_of(parts: Parts, name: Any) -> Adapter | None:
 
 
 def load_lora_adapter(engine: HasContext, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterResult:
-    """Loads a PEFT adapter from a directory or hub id; requests name it with `lora_path=lora_name`.
-
-    Its files are read and checked while steps go on; what is wrong with them is the answer. `pinned`: once it has come
-    to a slot of the device it stays there.
-    """
+    """Loads a PEFT adapter from a directory or hub id; requests name it with `lora_path=lora_name`. Its files are read
+    and checked while steps go on; what is wrong with them is the answer. `pinned`: once it has come to a slot of the
+    device it stays there."""
     return _change(engine, lambda adapters: adapters.load(lora_name, lora_path, pinned))
 
 

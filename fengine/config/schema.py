@@ -85,12 +85,9 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`max_step_tokens` is the token budget of one step (SGLang's chunked_prefill_size).
-
-    `max_queued_requests` may wait beyond those that have a row to come to; None: all. `overlap` schedules the next step
-    while the device computes this one; None: on a GPU. `record` is a file for every step, without texts, that
-    `fengine replay` reads.
-    """
+    """`max_step_tokens` is the token budget of one step (SGLang's chunked_prefill_size). `max_queued_requests` may wait
+    beyond those that have a row to come to; None: all. `overlap` schedules the next step while the device computes this
+    one; None: on a GPU. `record` is a file for every step, without texts, that `fengine replay` reads."""
 
     max_running_requests: int | None = None
     max_step_tokens: int | None = None
@@ -218,10 +215,8 @@ class MultimodalConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All that an engine is built from. Two equal configs may share one engine.
-
-    Seeds that requests do not bring derive from `random_seed` and the request's index.
-    """
+    """All that an engine is built from. Two equal configs may share one engine. Seeds that requests do not bring derive
+    from `random_seed` and the request's index."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

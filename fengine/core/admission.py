@@ -114,10 +114,8 @@ class Admission:
 
     def _admissible(self) -> Iterator[Request]:
         """Without those that do not fit when it is their turn: a LoRA adapter has no slot, or an image is not encoded.
-
         After LPM_PATIENCE admissions in front of the oldest new request nobody goes before one that does not fit: the
-        slot that becomes idle next is for it.
-        """
+        slot that becomes idle next is for it."""
         passed = False  # somebody who does not fit
         for request in self.waiting.candidates(self.rows.num_free):
             ready = not request.images or (self.images is not None and self.images.ready(request.rid))

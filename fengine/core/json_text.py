@@ -27,11 +27,9 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=refuse_con
 
 
 def parse_json(text: str) -> Any:
-    """The value of a text that is one JSON value, white space around it aside. Pure.
-
-    Errors: JSONDecodeError, with the place; ValueError for NaN, infinities, numbers out of range, a key that occurs
-    twice, and nesting too deep to be read.
-    """
+    """The value of a text that is one JSON value, white space around it aside. Pure. Errors: JSONDecodeError, with the
+    place; ValueError for NaN, infinities, numbers out of range, a key that occurs twice, and nesting too deep to be
+    read."""
     try:
         return _DECODER.decode(text)
     except RecursionError:

@@ -112,9 +112,7 @@ class PagePool:
 
     def release(self, pages: Sequence[int], first: int = 0) -> None:
         """One holder less for each page, which sees those from number `first` on; a page without holders is free.
-
-        Errors: InvariantError on a double free.
-        """
+        Errors: InvariantError on a double free."""
         holders, kept, free = self._holders, self._kept, self._free
         for page in pages:
             left = holders[page] - 1

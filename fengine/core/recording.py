@@ -284,10 +284,8 @@ def _request(told: dict[str, Any], adapters: dict[int, Adapter]) -> Request:
 
 
 def replay(path: Path) -> tuple[int, int]:
-    """Replays a recording; a last line that was torn off is left out. Returns its requests and steps.
-
-    Errors: InputFileError; InvariantError, see `Replay.run`.
-    """
+    """Replays a recording; a last line that was torn off is left out. Returns its requests and steps. Errors:
+    InputFileError; InvariantError, see `Replay.run`."""
     events: list[dict[str, Any]] = []
     try:
         for line in path.read_text().splitlines():

@@ -74,11 +74,9 @@ class Adapter:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. Only the scheduler changes it after `Scheduler.add`.
-
-    `token_ids` = prompt + drawn tokens that the host knows. With overlapped scheduling one more drawn token may be in
-    flight on the device (`num_pending`); `num_computed` counts tokens whose KV is written, or scheduled to be.
-    """
+    """One sequence. Only the scheduler changes it after `Scheduler.add`. `token_ids` = prompt + drawn tokens that the
+    host knows. With overlapped scheduling one more drawn token may be in flight on the device (`num_pending`);
+    `num_computed` counts tokens whose KV is written, or scheduled to be."""
 
     rid: str
     prompt_len: int
@@ -149,10 +147,8 @@ class Request:
 
     @property
     def first_scored(self) -> int:
-        """The prompt position whose hidden state gives the next input logprob; prompt_len if none is lacking.
-
-        The first one, of the token at `logprob_start`, is None: it needs no hidden state, and lands with the next.
-        """
+        """The prompt position whose hidden state gives the next input logprob; prompt_len if none is lacking. The first
+        one, of the token at `logprob_start`, is None: it needs no hidden state, and lands with the next."""
         start = self.params.logprob_start
         if start is None or self.num_scored >= self.prompt_len - start:
             return self.prompt_len
@@ -160,10 +156,8 @@ class Request:
 
     @property
     def first_needed(self) -> int:
-        """The first prompt position whose hidden state is still lacking; prompt_len if none is.
-
-        So far at most may a prefix be taken from the cache. Hidden states are asked of tokens that were computed only.
-        """
+        """The first prompt position whose hidden state is still lacking; prompt_len if none is. So far at most may a
+        prefix be taken from the cache. Hidden states are asked of tokens that were computed only."""
         params, due = self.params, self.prompt_len
         if self.first_scored + 1 < self.prompt_len:
             due = self.first_scored

@@ -243,11 +243,9 @@ def prefix_limit(request: Request) -> int:
 
 
 def verdict(request: Request, fault: str | None) -> tuple[FinishReason, bool]:
-    """How a request ends by its last token, and whether the KV in its pages is sound. Modifies: the request.
-
-    The token is taken back where it is none, or where only the prompt's KV was asked for. `fault`: what the request's
-    own processor or grammar did wrong.
-    """
+    """How a request ends by its last token, and whether the KV in its pages is sound. Modifies: the request. The token
+    is taken back where it is none, or where only the prompt's KV was asked for. `fault`: what the request's own
+    processor or grammar did wrong."""
     token, logprob = request.token_ids[-1], request.logprobs[-1]
     if logprob != logprob or request.max_new_tokens == 0:
         del request.token_ids[-1], request.logprobs[-1]

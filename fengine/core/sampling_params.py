@@ -45,11 +45,9 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One row of the table.
-
-    `kind` names its check in SCALARS or CHECKS. `default` is written as a caller writes it. `stage` is the part of a
-    request that heeds it. `openai` is the field of OpenAI's body, or vLLM's; `null`: None is a value of its own.
-    """
+    """One row of the table. `kind` names its check in SCALARS or CHECKS. `default` is written as a caller writes it.
+    `stage` is the part of a request that heeds it. `openai` is the field of OpenAI's body, or vLLM's; `null`: None is a
+    value of its own."""
 
     name: str
     kind: str

@@ -66,10 +66,8 @@ def flag(name: str, value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """`value` with subclasses of str, dict, list and tuple, at any depth, as the same of Python's own classes. Pure.
-
-    A value that holds none comes back itself; so do named tuples, which are records.
-    """
+    """`value` with subclasses of str, dict, list and tuple, at any depth, as the same of Python's own classes. Pure. A
+    value that holds none comes back itself; so do named tuples, which are records."""
     if type(value) in ATOMS or (type(value) is dict and ATOMS.issuperset(map(type, (*value, *value.values())))):
         return value
     return without_subclasses(value, {})

@@ -72,10 +72,8 @@ class Scheduler:
         }
 
     def add(self, request: Request) -> None:
-        """Queues a request, or changes nothing.
-
-        Errors: CapacityError if it could never fit, QueueFullError, InvalidRequestError.
-        """
+        """Queues a request, or changes nothing. Errors: CapacityError if it could never fit, QueueFullError,
+        InvalidRequestError."""
         self._waiting.check_room(self._rows.num_free)
         request.full = request.prompt_len + request.max_new_tokens
         self._rows.check_fits(request, self.max_step_tokens, self.whole_prompts, self.images)
@@ -98,11 +96,9 @@ class Scheduler:
         return request
 
     def retract(self) -> int:
-        """Sends what runs back to the queue, in its order, to be computed again from its tokens. Returns how many.
-
-        A change of the weights asks for that: the KV belongs to the old ones. Errors: InvariantError if a step is in
-        flight.
-        """
+        """Sends what runs back to the queue, in its order, to be computed again from its tokens. Returns how many. A
+        change of the weights asks for that: the KV belongs to the old ones. Errors: InvariantError if a step is in
+        flight."""
         running = sorted(self._rows.prompting + self._rows.decoding, key=attrgetter("arrival"))
         if self._in_flight:
             raise InvariantError("requests were retracted while a step was in flight")
@@ -155,10 +151,8 @@ class Scheduler:
 
     def _schedule_decoding(self, output: SchedulerOutput) -> int:
         """One token for each decoding row. The hot loop: as little per row as can be. Returns the tokens of the budget.
-
         They always fit: a row begins to decode with a chunk for which the budget had room beside all rows that decode,
-        lockstep rows that sit out included.
-        """
+        lockstep rows that sit out included."""
         requests, page_size = self._rows.decoding.copy(), self._rows.page_size
         reserved = len(requests)
         if self._rows.num_lockstep:
@@ -236,11 +230,9 @@ class Scheduler:
     def update(
         self, output: SchedulerOutput, tokens: list[int], logprobs: list[float], faults: Mapping[str, str] | None = None
     ) -> list[Request]:
-        """Takes token and logprob of each of the step's draws; those of rows that do not sample are ignored.
-
-        `faults` tells, by rid, what a request's own processor or grammar did wrong: its logprob is NaN. Returns the
-        requests that finished now. Steps are updated in order, once each. Errors: InvariantError.
-        """
+        """Takes token and logprob of each of the step's draws; those of rows that do not sample are ignored. `faults`
+        tells, by rid, what a request's own processor or grammar did wrong: its logprob is NaN. Returns the requests
+        that finished now. Steps are updated in order, once each. Errors: InvariantError."""
         due = self._in_flight[0].step if self._in_flight else None
         if output.step != due or min(len(tokens), len(logprobs)) < output.num_draws:
             raise InvariantError(f"update of step {output.step}, {len(tokens)} draws; {due} is due")

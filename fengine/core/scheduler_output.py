@@ -135,11 +135,9 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutput:
-    """A token and its logprob for each draw: NaN where the row has an error, or its logits were not finite.
-
-    Of `outputs` row r is that of the step's row r. `prompts`: in column 0 of logprob_PK the token behind the position.
-    `hidden_HD` float32. `pooled`: rows of which the last hidden state is here now.
-    """
+    """A token and its logprob for each draw: NaN where the row has an error, or its logits were not finite. Of
+    `outputs` row r is that of the step's row r. `prompts`: in column 0 of logprob_PK the token behind the position.
+    `hidden_HD` float32. `pooled`: rows of which the last hidden state is here now."""
 
     tokens: list[int]
     logprobs: list[float]

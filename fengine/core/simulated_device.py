@@ -36,11 +36,9 @@ class _Row:
 
 
 class SimulatedDevice:
-    """Steps in the order in which it gets them, from what they tell alone. Modifies: itself.
-
-    `request_of` gives a request by rid: its tokens where a prefix hit begins, and its adapter. `draw` may raise a
-    FengineError, which then belongs to the row.
-    """
+    """Steps in the order in which it gets them, from what they tell alone. Modifies: itself. `request_of` gives a
+    request by rid: its tokens where a prefix hit begins, and its adapter. `draw` may raise a FengineError, which then
+    belongs to the row."""
 
     def __init__(
         self, page_size: int, num_pages: int, request_of: Callable[[str], Request], draw: Draw,
@@ -60,10 +58,8 @@ class SimulatedDevice:
         self.drawn: dict[int, int] = {}  # token by row slot, of the step before
 
     def execute(self, out: SchedulerOutput) -> tuple[list[int], list[float], dict[int, FengineError]]:
-        """Token and logprob of each draw, and the rows that failed; rows that do not sample get rubbish.
-
-        Errors: InvariantError.
-        """
+        """Token and logprob of each draw, and the rows that failed; rows that do not sample get rubbish. Errors:
+        InvariantError."""
         if len(set(out.rows)) != len(out.rows) or min(out.counts) < 1 or sum(out.counts) != len(out.token_ids):
             raise InvariantError(f"step {out.step} has rows {out.rows} of {out.counts} tokens")
         self._admit(out)

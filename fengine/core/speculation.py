@@ -25,8 +25,7 @@ from fengine.core.scheduler_output import Drafts, SchedulerOutput
 class Ask(NamedTuple):
     """Guess what follows the `token_ids` of the batch's row `row`, leaving out the first `skip` tokens, which are drawn
     already. There is room for `most` tokens, and fewer than `least` are not worth it. `tried`: a model may be asked.
-    `late`: the proposal may be `Late`.
-    """
+    `late`: the proposal may be `Late`."""
 
     row: int
     request: Request
@@ -76,10 +75,8 @@ def drafting_of(request: Request, hope: float = 0.0) -> Drafting | None:
 
 
 def pays(rows: Rows, speculation: Speculation) -> bool:
-    """Whether the rows that decode are to wait for their tokens, all of them, and a model is tried. Pure.
-
-    They go together: of a batch in which some rows wait and others do not, each step computes a part.
-    """
+    """Whether the rows that decode are to wait for their tokens, all of them, and a model is tried. Pure. They go
+    together: of a batch in which some rows wait and others do not, each step computes a part."""
     count = len(rows.decoding)
     if not speculation.waits or not 0 < count < speculation.full:
         return False
@@ -175,10 +172,8 @@ def take_drafts(
     batch: SchedulerOutput, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float],
     end: Callable[[Request], None],
 ) -> list[Request]:  # fmt: skip
-    """Takes what was drawn behind the drafts that turned out right, when the first draw of every row is taken.
-
-    `end` ends a request by the draw appended last. Returns the requests that ended. Modifies: rows, the requests.
-    """
+    """Takes what was drawn behind the drafts that turned out right, when the first draw of every row is taken. `end`
+    ends a request by the draw appended last. Returns the requests that ended. Modifies: rows, the requests."""
     ended, at = [], len(batch.requests)
     for i, draft in batch.drafts:
         request, drafting, correct = batch.requests[i], batch.requests[i].drafting, 0

@@ -57,9 +57,7 @@ class StepRecord:
 
 class StepTrace:
     """A `Watcher` that tells `tell` of every step when it has landed. What `tell` raises ends the telling: see `fault`.
-
-    Modifies: itself.
-    """
+    Modifies: itself."""
 
     def __init__(self, scheduler: Scheduler, tell: Callable[[StepRecord], None]) -> None:
         self.fault: Exception | None = None

@@ -30,10 +30,8 @@ Handler = Callable[..., Any]  # of what is attached to a command, and its argume
 
 
 class EngineCore:
-    """Runs steps while there is work. Thread-safe: `submit`, `abort`, `call`, `stats`, `close`.
-
-    Whatever ends the loop or the text thread, every request that is open and every call that waits is answered.
-    """
+    """Runs steps while there is work. Thread-safe: `submit`, `abort`, `call`, `stats`, `close`. Whatever ends the loop
+    or the text thread, every request that is open and every call that waits is answered."""
 
     def __init__(
         self, scheduler: Scheduler, input_batch: InputBatch, runner: Runner, kv: KVState, *, overlap: bool,
@@ -61,10 +59,8 @@ class EngineCore:
     # -- any thread ----------------------------------------------------------------------------------------------------
 
     def submit(self, states: Sequence[RequestState]) -> None:
-        """Hands validated requests over, all or none.
-
-        Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError for a rid that is in use.
-        """
+        """Hands validated requests over, all or none. Errors: EngineClosedError, EngineDeadError, MemoryReleasedError,
+        InvalidRequestError for a rid that is in use."""
         self.inbox.check_process()  # before the lock, which another thread of the parent may have held
         with self.inbox.lock:
             if (refused := self._refused()) is not None:
@@ -83,11 +79,9 @@ class EngineCore:
         self.inbox.put("abort", {"rids": None if rids is None else sorted(rids)})
 
     def call(self, name: str, attached: Any = None, **arguments: Any) -> Any:
-        """Has a command executed between two steps, and returns its answer or raises its error.
-
-        Inside a step, where only a logit processor can ask, commands that need a step's end are refused.
-        Errors: EngineClosedError, EngineDeadError, EngineBusyError.
-        """
+        """Has a command executed between two steps, and returns its answer or raises its error. Inside a step, where
+        only a logit processor can ask, commands that need a step's end are refused. Errors: EngineClosedError,
+        EngineDeadError, EngineBusyError."""
         if self.system.current() is not self.threads[0]:
             return self.inbox.call(name, arguments, attached, self.threads[0].is_alive)
         self.inbox.check()
@@ -171,10 +165,8 @@ class EngineCore:
         self.stepper.rest()
 
     def refuse(self, reasons: dict[str, str], *, idle: bool = False) -> None:
-        """Refuses requests from here on, for these reasons by cause. With `idle` only if none is open.
-
-        Errors: EngineBusyError.
-        """
+        """Refuses requests from here on, for these reasons by cause. With `idle` only if none is open. Errors:
+        EngineBusyError."""
         with self.inbox.lock:  # nobody comes in between the look and the refusal
             if idle and self.requests.states:
                 raise EngineBusyError(

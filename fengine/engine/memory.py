@@ -136,17 +136,13 @@ class Memory:
         self.device.drop_graphs()
 
     def release(self, tags: Any = None) -> None:
-        """Gives memory back. None: all that is not released yet.
-
-        Errors: InvalidRequestError, EngineBusyError, MemoryReleasedError for what is released already.
-        """
+        """Gives memory back. None: all that is not released yet. Errors: InvalidRequestError, EngineBusyError,
+        MemoryReleasedError for what is released already."""
         self.core.call("release_memory", tags=checked_tags(tags), everything=tags is None)
 
     def resume(self, tags: Any = None) -> None:
-        """Takes memory again. None: all that is released. KV pages come back empty.
-
-        Errors: InvalidRequestError, MemoryReleasedError for what is not released, OutOfMemoryError.
-        """
+        """Takes memory again. None: all that is released. KV pages come back empty. Errors: InvalidRequestError,
+        MemoryReleasedError for what is not released, OutOfMemoryError."""
         self.core.call("resume_memory", tags=checked_tags(tags), everything=tags is None)
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------

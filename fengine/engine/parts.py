@@ -85,10 +85,8 @@ class Parts:
             torch.cuda.empty_cache()
 
     def stats(self, core_stats: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Counters since the start and gauges of this moment, as plain numbers; or those of a moment before.
-
-        Errors: EngineClosedError in a forked child.
-        """
+        """Counters since the start and gauges of this moment, as plain numbers; or those of a moment before. Errors:
+        EngineClosedError in a forked child."""
         counters = self.core.stats() if core_stats is None else core_stats
         return {
             "running": counters["running"],

@@ -12,11 +12,9 @@ Head = Callable[[np.ndarray], np.ndarray]  # pooled [D] -> [C], the checkpoint's
 
 
 def record(states: Mapping[str, RequestState], step: SchedulerOutput, out: StepOutput, head: Head) -> dict[str, str]:
-    """Puts what a step found into the states of its requests; those that have ended meanwhile get nothing.
-
-    To be called before `Scheduler.update` of the same step; returns its `faults`. Modifies: the states, and
-    `out.logprobs` where a pooled row turns out not to be finite: it becomes NaN, as for a row that draws.
-    """
+    """Puts what a step found into the states of its requests; those that have ended meanwhile get nothing. To be called
+    before `Scheduler.update` of the same step; returns its `faults`. Modifies: the states, and `out.logprobs` where a
+    pooled row turns out not to be finite: it becomes NaN, as for a row that draws."""
     found = [_open(states, request) for request in step.requests]
     _add_faults(found, out)
     for spans, scores in out.prompts:

@@ -39,10 +39,8 @@ class RequestOutput(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """Written by the loop and the text thread, read by the caller after `notify`.
-
-    `live` ones (streamed, or with stops in their text) are detokenized step by step, the others once at the end.
-    """
+    """Written by the loop and the text thread, read by the caller after `notify`. `live` ones (streamed, or with stops
+    in their text) are detokenized step by step, the others once at the end."""
 
     request: Request
     detokenizer: Detokenizer | None

@@ -115,10 +115,8 @@ class Stepper:
         return retracted
 
     def swap_kv(self, change: Callable[[KVState | None], KVState | None]) -> None:
-        """Replaces the KV state by what `change` makes of it; None: there is none.
-
-        Errors: InvariantError if a step is in flight; what `change` raises, and nothing is replaced.
-        """
+        """Replaces the KV state by what `change` makes of it; None: there is none. Errors: InvariantError if a step is
+        in flight; what `change` raises, and nothing is replaced."""
         if self.pending is not None:
             raise InvariantError("the KV state was replaced while a step was in flight")
         before = self.kv.take() if self.kv.alive else None

@@ -37,11 +37,9 @@ class Watchdog:
             raise EngineDeadError("a thread of the engine has ended")
 
     def close(self) -> None:
-        """Stops the threads; every unfinished request ends with EngineClosedError. Idempotent.
-
-        When it returns, the device's memory is free, unless the loop has not ended within GRACE: then whoever waits is
-        answered all the same. One of the threads itself cannot wait: they then end by themselves.
-        """
+        """Stops the threads; every unfinished request ends with EngineClosedError. Idempotent. When it returns, the
+        device's memory is free, unless the loop has not ended within GRACE: then whoever waits is answered all the
+        same. One of the threads itself cannot wait: they then end by themselves."""
         self.inbox.close(EngineClosedError("the engine was shut down; create a new Engine"))
         if self.system.current() in self.threads:
             return

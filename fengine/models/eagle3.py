@@ -92,10 +92,8 @@ def forward(
     params: Params, spec: ModelSpec, kv: KVState, batch: Tensors, stream_TD: Tensor, normed: bool
 ) -> tuple[KVState, Tensor, Tensor]:
     """(KV state, normed_RD, stream_RD) behind the layer, of each row's last token: of those before only keys and values
-    are wanted. `normed`: attention is added to the normed stream.
-
-    Modifies: the storage of `kv`, which is dead after the call.
-    """
+    are wanted. `normed`: attention is added to the normed stream. Modifies: the storage of `kv`, which is dead after
+    the call."""
     layer: Any = params["layers"][0]
     embed_TD, _ = rms_norm.rows_rms_norm(
         params["embed"].packed, batch["token_T"], layer["input_norm_D"], spec.rms_eps, spec.norm_shift

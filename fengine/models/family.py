@@ -32,11 +32,9 @@ class Piece(NamedTuple):
 
 
 class Vision(NamedTuple):
-    """What a family that takes images brings beside its decoder.
-
-    `encode`: a piece's arrays to its embeddings [tokens, D]; whole numbers stay on the host. `pieces`: of what
-    transformers' processor makes of one image. `positions`: of a prompt of so many tokens on three rotary axes.
-    """
+    """What a family that takes images brings beside its decoder. `encode`: a piece's arrays to its embeddings [tokens,
+    D]; whole numbers stay on the host. `pieces`: of what transformers' processor makes of one image. `positions`: of a
+    prompt of so many tokens on three rotary axes."""
 
     encode: Callable[[Params, ModelSpec, dict[str, Tensor]], Tensor]
     pieces: Callable[[VisionSpec, dict[str, Any]], list[Piece]]
@@ -90,10 +88,8 @@ class Family(NamedTuple):
 
 
 def classifier_spec(spec: ModelSpec, architecture: str, config: Config) -> ModelSpec:
-    """The same decoder under a head with one output per label of `config`. Pure. Errors: ModelLoadError.
-
-    As transformers: as many labels as `id2label` has entries; else `num_labels`; else 2.
-    """
+    """The same decoder under a head with one output per label of `config`. Pure. Errors: ModelLoadError. As
+    transformers: as many labels as `id2label` has entries; else `num_labels`; else 2."""
     read = ConfigReader(config)
     labels = config.get("id2label")
     count = len(labels) if isinstance(labels, dict) and labels else read.size("num_labels", 1 << 20, default=2)

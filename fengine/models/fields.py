@@ -52,10 +52,8 @@ DECODER: Fields = {
 
 
 def check_fields(config: Config, fields: Fields, architecture: str) -> None:
-    """A key that is not in `fields` is refused, unless it is off: null, false, 0, empty.
-
-    Errors: UnsupportedArchitectureError with every such key, one a line.
-    """
+    """A key that is not in `fields` is refused, unless it is off: null, false, 0, empty. Errors:
+    UnsupportedArchitectureError with every such key, one a line."""
     unknown = [key for key, value in config.items() if key not in fields and value not in (None, False, 0, "", [], {})]
     if unknown:
         shown = "\n  ".join(f"{key} = {config[key]!r}"[:200] for key in unknown)

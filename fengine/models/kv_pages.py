@@ -50,11 +50,9 @@ def init_kv(
     spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str,
     window_pages: int = 0,
 ) -> KVState:  # fmt: skip
-    """A zeroed KV state; page 0 is the null page. Zeros rather than garbage: unused slots never hold NaN.
-
-    With `window_pages` layers with a window have so many pages of their own.
-    Keys and values of `spec.few_kv` are bytes, laid out as ops/kv_fp8.py says, not of `dtype`.
-    """
+    """A zeroed KV state; page 0 is the null page. Zeros rather than garbage: unused slots never hold NaN. With
+    `window_pages` layers with a window have so many pages of their own. Keys and values of `spec.few_kv` are bytes,
+    laid out as ops/kv_fp8.py says, not of `dtype`."""
     own = spec.window_layers if window_pages else ()
     line = (page_size, spec.num_kv_heads, spec.head_dim + spec.few_kv)
     stored = torch.uint8 if spec.few_kv else dtype

@@ -33,10 +33,8 @@ Params = dict[str, Any]  # nested dicts and lists; leaf keys carry the shape: pa
 
 class KVState(NamedTuple):
     """Keys and values of every page, one whole tensor per layer; and where the spec has `feature_layers`, one tensor of
-    these streams side by side, of X columns. A pytree.
-
-    `window_layers` have pages of their own, under other ids; where it is empty all layers share one group of pages.
-    """
+    these streams side by side, of X columns. A pytree. `window_layers` have pages of their own, under other ids; where
+    it is empty all layers share one group of pages."""
 
     k_PSGK: tuple[Tensor, ...]
     v_PSGK: tuple[Tensor, ...]

@@ -34,9 +34,7 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, Tensors]
 
     def forward(params: Params, spec: ModelSpec, kv: KVState, batch: Tensors) -> tuple[KVState, Tensor]:
         """One step over T tokens: the new KV state and hidden_TD after the final norm, in the activations' dtype.
-
-        Modifies: the storage of `kv` (slots slot_T), which is dead after the call.
-        """
+        Modifies: the storage of `kv` (slots slot_T), which is dead after the call."""
         layers, tables = params["layers"], {kind: params[kind] for kind in {x["kind"].rope for x in params["layers"]}}
         if spec.rope_sections and "rope_pos_3I" in batch:
             tables = {
@@ -146,10 +144,8 @@ def decoder_layer(
     layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors,
     normed_TD: Normed, residual_TD: Tensor, next_norm: Norm | None,
 ) -> LayerOut:  # fmt: skip
-    """residual += attention(normed);  residual += down(act(gate) * up) of rms_norm(residual).
-
-    Which norms stand before and after the two is told by the leaves that there are.
-    """
+    """residual += attention(normed); residual += down(act(gate) * up) of rms_norm(residual). Which norms stand before
+    and after the two is told by the leaves that there are."""
     delta_TD, k_PSGK, v_PSGK = attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
     mlp_norm = norm_of(layer, "mlp_norm_D", "wgate_up", "wup")
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, mlp_norm, spec, layer.get("attn_post_norm_D"))

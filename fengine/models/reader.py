@@ -156,12 +156,9 @@ def windowed(
     spec: ModelSpec, window: int | None, types: Any, near: str | None = None, far: str | None = None,
     both_ways: bool = False,
 ) -> ModelSpec:  # fmt: skip
-    """The spec with `window` in the layers that `types` calls sliding; None: in none. Pure.
-
-    `near` and `far`: which rotary table sliding layers and the others take; `both_ways`: a token sees window - 1 tokens
-    on either side. A window as long as the context cuts
-    nothing off. Errors: ModelLoadError, UnsupportedArchitectureError.
-    """
+    """The spec with `window` in the layers that `types` calls sliding; None: in none. Pure. `near` and `far`: which
+    rotary table sliding layers and the others take; `both_ways`: a token sees window - 1 tokens on either side. A
+    window as long as the context cuts nothing off. Errors: ModelLoadError, UnsupportedArchitectureError."""
     _check_types(types, spec.num_layers)
     kinds = []
     for index, kind in enumerate(types):

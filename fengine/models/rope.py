@@ -30,10 +30,8 @@ def widened(table_MR: Tensor, width: int) -> Tensor:
 
 
 def rope_table(rope: RopeSpec, width: int, length: int) -> Tensor:
-    """float32 [length, K] on the CPU: cos in the first K/2 columns, sin in the rest. Pure.
-
-    longrope takes its long factors where the context in force, `length`, is longer than that of pretraining.
-    """
+    """float32 [length, K] on the CPU: cos in the first K/2 columns, sin in the rest. Pure. longrope takes its long
+    factors where the context in force, `length`, is longer than that of pretraining."""
     frequency = inverse_frequencies(rope, width, length)
     angle_MK = torch.arange(length, dtype=torch.float32)[:, None] * frequency
     return torch.cat((angle_MK.cos(), angle_MK.sin()), -1) * rope.attention_factor

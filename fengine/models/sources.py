@@ -11,10 +11,8 @@ from torch import Tensor
 
 class HeadOrder(NamedTuple):
     """How the rows of q and k stand in a checkpoint whose rotary embedding pairs them otherwise than our two halves do.
-
     Of the first `heads` heads of `width` rows, the first `rotary` rows turn: pairs are neighbours (`interleaved`), or
-    the two halves of these rows. Scores q · k do not change when both are ordered alike.
-    """
+    the two halves of these rows. Scores q · k do not change when both are ordered alike."""
 
     heads: int
     width: int

@@ -215,10 +215,8 @@ LayerLeaves = Callable[[ModelSpec, LayerWeights], list[Weight]]
 
 
 def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer) -> list[Weight]:
-    """Every leaf of Params that a checkpoint holds, in the order of the forward pass, embeddings first. Pure.
-
-    Tied, "unembed" is "embed" itself; so it is for a model that does not generate, where nobody looks at the logits.
-    """
+    """Every leaf of Params that a checkpoint holds, in the order of the forward pass, embeddings first. Pure. Tied,
+    "unembed" is "embed" itself; so it is for a model that does not generate, where nobody looks at the logits."""
     table = (spec.vocab_size, spec.hidden_size)
     found = [Weight(("embed",), (Source(EMBEDDING, table),), "VD")]
     for index in range(spec.num_layers):

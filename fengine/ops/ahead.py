@@ -61,11 +61,9 @@ def _kind(x: Any, constant: bool, general: bool) -> Any:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within, this thread's launches ask for their kernels; at the end all that were asked for are compiled.
-
-    A kernel that does not compile is left to its first launch, which says why. Where Triton cannot do so, each kernel
-    is compiled at its first launch as ever, and nothing is asked for.
-    """
+    """Within, this thread's launches ask for their kernels; at the end all that were asked for are compiled. A kernel
+    that does not compile is left to its first launch, which says why. Where Triton cannot do so, each kernel is
+    compiled at its first launch as ever, and nothing is asked for."""
     if not hasattr(triton, "AsyncCompileMode"):
         yield
         return

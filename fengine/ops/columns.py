@@ -59,10 +59,8 @@ _gather = register(
 
 
 def gather(x_TN: Tensor, width: int, group: Group) -> Tensor:
-    """The columns of all ranks side by side, in order of ranks, cut at `width`; every rank has as many. Pure.
-
-    Errors: RuntimeError if a rank is gone.
-    """
+    """The columns of all ranks side by side, in order of ranks, cut at `width`; every rank has as many. Pure. Errors:
+    RuntimeError if a rank is gone."""
     if group.mail is not None and group.mail.open and exchange.fits(x_TN, width):
         return exchange.gather(x_TN, width, group.rank, group.mail)
     return _gather(x_TN, width, group.rank, group.sockets, group.name)
@@ -94,10 +92,8 @@ def product(
 
 
 class Columns(NamedTuple):
-    """A rank's outputs of a matrix of n x k, in order: each rank has `each`, the last may have fewer.
-
-    An input that is cut is gathered first. The product is gathered where it is `whole`: the residual stream, logits.
-    """
+    """A rank's outputs of a matrix of n x k, in order: each rank has `each`, the last may have fewer. An input that is
+    cut is gathered first. The product is gathered where it is `whole`: the residual stream, logits."""
 
     leaf: Leaf
     n: int

@@ -37,10 +37,8 @@ LEVELS = {
 
 
 def private_cache_dir() -> Path:
-    """The directory `fengine` under XDG_CACHE_HOME (default ~/.cache), created with mode 0700 if missing.
-
-    Errors: CacheSecurityError if it is another user's or others can write to it; ConfigError if it cannot be made.
-    """
+    """The directory `fengine` under XDG_CACHE_HOME (default ~/.cache), created with mode 0700 if missing. Errors:
+    CacheSecurityError if it is another user's or others can write to it; ConfigError if it cannot be made."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         path = (base if base.is_absolute() else Path.home() / ".cache") / "fengine"
@@ -75,10 +73,8 @@ def find_compiler() -> list[str]:
 
 
 def build(name: str, sources: list[Path], headers: list[Path]) -> Path:
-    """The shared library made from `sources`, from the cache or newly compiled for this very CPU.
-
-    Errors: ConfigError without a working compiler, CacheSecurityError for an unsafe cache directory.
-    """
+    """The shared library made from `sources`, from the cache or newly compiled for this very CPU. Errors: ConfigError
+    without a working compiler, CacheSecurityError for an unsafe cache directory."""
     compiler = find_compiler()
     cache = private_cache_dir()
     key = _key(compiler, [*sources, *headers])

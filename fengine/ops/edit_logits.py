@@ -225,19 +225,15 @@ _count = register("count_(Tensor(a!) count, Tensor slot, Tensor token) -> ()", c
 def penalize(
     logits_RV: Tensor, slot_R: Tensor, frequency_R: Tensor, presence_R: Tensor, repetition_R: Tensor, count_SV: Tensor
 ) -> Tensor:
-    """logits_RV (float32, contiguous), penalised. Modifies: its storage; use the returned tensor from here on.
-
-    slot_R, count_SV int32; frequency, presence float64; repetition float32 > 0.
-    """
+    """logits_RV (float32, contiguous), penalised. Modifies: its storage; use the returned tensor from here on. slot_R,
+    count_SV int32; frequency, presence float64; repetition float32 > 0."""
     _penalize(logits_RV, slot_R, frequency_R, presence_R, repetition_R, count_SV)
     return logits_RV
 
 
 def add_at(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Tensor) -> Tensor:
     """logits_RV (float32, contiguous), with value_SK added at id_SK. Modifies: its storage; use what is returned.
-
-    slot_R int32; id_SK int32 within logits_RV, each at most once in its line, negative for none; value_SK float32.
-    """
+    slot_R int32; id_SK int32 within logits_RV, each at most once in its line, negative for none; value_SK float32."""
     _add_at(logits_RV, slot_R, id_SK, value_SK)
     return logits_RV
 
@@ -248,10 +244,8 @@ def count(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
 
 
 def apply_bitmask(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> Tensor:
-    """logits_RV (float32, contiguous), masked. Modifies: its storage; use the returned tensor from here on.
-
-    row_M int32, rows of the logits, each at most once, or negative; mask_MW int32 [M, words(V)].
-    """
+    """logits_RV (float32, contiguous), masked. Modifies: its storage; use the returned tensor from here on. row_M
+    int32, rows of the logits, each at most once, or negative; mask_MW int32 [M, words(V)]."""
     assert mask_MW.shape == (row_M.shape[0], words(logits_RV.shape[1]))
     _bar(logits_RV, row_M, mask_MW)
     return logits_RV

@@ -23,9 +23,8 @@ def e4m3(x):
 
 def decoding(words: int, *picks: str) -> str:
     """Assembler: each word's four codes to pairs of bfloat16, as `picks` of `prmt` choose: bytes, and their signs.
-
-    Sign, exponent and mantissa come where bfloat16 has its own; so the number is 2^120 times too small until the end.
-    """
+    Sign, exponent and mantissa come where bfloat16 has its own; so the number is 2^120 times too small until the
+    end."""
     outputs = words * len(picks)
     lines = (
         f"prmt.b32 ${n}, ${outputs + n // len(picks)}, 0, {picks[n % len(picks)]}; shl.b32 ${n}, ${n}, 4; "
@@ -40,11 +39,9 @@ IN_ORDER = tl.constexpr(decoding(1, "0x9180", "0xb3a2"))  # (c0, c1) and (c2, c3
 
 @triton.jit
 def from_e4m3(code, DTYPE: tl.constexpr):
-    """Codes (uint8) as numbers of DTYPE, but on a device as bfloat16: exact but for NaN.
-
-    In assembler that the compiler does not look into: where an operand of mma.sync was loaded as bytes, it would give
-    each instruction other columns, and sums other bits.
-    """
+    """Codes (uint8) as numbers of DTYPE, but on a device as bfloat16: exact but for NaN. In assembler that the compiler
+    does not look into: where an operand of mma.sync was loaded as bytes, it would give each instruction other columns,
+    and sums other bits."""
     if INTERPRETED:
         x = code.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     else:

@@ -19,10 +19,8 @@ def find(tile, tile_ptr, blocks, MT, BM: gl.constexpr, GROUPED: gl.constexpr):
 def copy_weights(w_desc, scale_ptr, w_ring, s_ring, full, empty, tile_ptr, TILES, MT, E, blocks, chunks, words,
                  KS: gl.constexpr, WORDS: gl.constexpr, PIECE: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr,
                  GROUPED: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The warp that copies codes and scales: all tiles of this program, piece after piece, as the ring has room.
-
-    words: of scales a block of 64 outputs; WORDS of them a piece of KS chunks, PIECE with room.
-    """
+    """The warp that copies codes and scales: all tiles of this program, piece after piece, as the ring has room. words:
+    of scales a block of 64 outputs; WORDS of them a piece of KS chunks, PIECE with room."""
     LINE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     if GATHER:
         gdc_wait()

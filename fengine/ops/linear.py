@@ -153,8 +153,6 @@ def gated_linear(
     x_TK: Tensor | Rows, w: Leaf, bias_N: Tensor | None = None, adapters: Any = None, exact: bool = True,
     act: str = "silu", group: int = 0,
 ) -> Any:  # fmt: skip
-    """act(x @ gate.T) * (x @ up.T) as [T, N/2], in x's dtype; `w` holds gate above up. Pure.
-
-    `group`: of the leaf that takes the product, which may come as such rows.
-    """
+    """act(x @ gate.T) * (x @ up.T) as [T, N/2], in x's dtype; `w` holds gate above up. Pure. `group`: of the leaf that
+    takes the product, which may come as such rows."""
     return w.gated(x_TK, bias_N, adapters, exact, act, group)

@@ -20,11 +20,9 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K, BM: tl.constexpr, BN: 
                   SWAP: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, EVEN: tl.constexpr,
                   GATED: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr, PIECES: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
-    """One BM x BN tile of y. SWAP makes the weights the M side of the MMA, which suits few rows.
-
-    GATED: w has 2N rows, gate above up, and y is their gated product. AHEAD: so many columns of each weight row are
-    fetched into L2 while the kernel in front still runs.
-    """
+    """One BM x BN tile of y. SWAP makes the weights the M side of the MMA, which suits few rows. GATED: w has 2N rows,
+    gate above up, and y is their gated product. AHEAD: so many columns of each weight row are fetched into L2 while the
+    kernel in front still runs."""
     begin(PDL)
     pid = tl.program_id(0)
     blocks_m = tl.cdiv(M, BM)

@@ -164,9 +164,7 @@ _top_op = register("top_ids(Tensor logits, int count) -> Tensor", top_launch, to
 
 def top_ids(logits_RV: Tensor, count: int) -> Tensor:
     """The `count` ids (V at most) with the largest logits, best first, the lowest id among equals: int32 [R, X]. Pure.
-
-    In a row with a logit that is not finite they are any ids.
-    """
+    In a row with a logit that is not finite they are any ids."""
     count = min(count, logits_RV.shape[1])
     many = count > MOST_TOP and not logits_RV.is_cuda
     return top_keys(logits_RV, count) if many else _top_op(logits_RV, count)

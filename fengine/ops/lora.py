@@ -37,11 +37,9 @@ RANKS = 16  # ranks are padded to a multiple
 
 
 class Stack(NamedTuple):
-    """The adapters of all slots for one fused linear layer; R is the padded largest rank, N all columns of y.
-
-    In x's dtype. On CUDA a slot's a and b are contiguous; on the CPU, whose lanes run over ranks and over columns,
-    their last two dimensions are swapped in memory.
-    """
+    """The adapters of all slots for one fused linear layer; R is the padded largest rank, N all columns of y. In x's
+    dtype. On CUDA a slot's a and b are contiguous; on the CPU, whose lanes run over ranks and over columns, their last
+    two dimensions are swapped in memory."""
 
     a_SPRK: Tensor
     b_SNR: Tensor
@@ -219,11 +217,9 @@ class Adapted(NamedTuple):
     def linear(
         self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:
-        """As `linear.linear`, with every token's adapter added. Pure.
-
-        adapters: (token_A, start_S) or None. Slot s owns tokens token_A[start_S[s] : start_S[s + 1]], each token at
-        most once; int32; what token_A holds behind start_S[-1] is not looked at.
-        """
+        """As `linear.linear`, with every token's adapter added. Pure. adapters: (token_A, start_S) or None. Slot s owns
+        tokens token_A[start_S[s] : start_S[s + 1]], each token at most once; int32; what token_A holds behind
+        start_S[-1] is not looked at."""
         if adapters is None:
             return self.base.linear(x_TK, bias_N, None, out_dtype, exact)
         return _op(x_TK, self.base.packed, self.base.n, bias_N, exact, *self.stack, *adapters)

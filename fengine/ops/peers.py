@@ -29,10 +29,8 @@ def mesh(size: int) -> list[tuple[int, ...]]:
 
 
 def swap(own: Tensor, rank: int, peers: Sequence[int]) -> Tensor:
-    """[ranks, *own.shape], what every rank gives: all give as much. `peers`: sockets as of `mesh`. Pure.
-
-    Errors: RankGoneError.
-    """
+    """[ranks, *own.shape], what every rank gives: all give as much. `peers`: sockets as of `mesh`. Pure. Errors:
+    RankGoneError."""
     parts = own.new_empty((len(peers), *own.shape))
     parts[rank] = own
     lines = [part.view(-1).view(torch.uint8).numpy().data for part in parts]

@@ -60,10 +60,8 @@ class Proofs:
 
 
 def proved(device: torch.device, key: str, compare: Callable[[], bool]) -> bool:
-    """Whether the schedule that `key` names gives the reference's bits on this device; compared once.
-
-    Without a device only our own kernels run, in Triton's interpreter.
-    """
+    """Whether the schedule that `key` names gives the reference's bits on this device; compared once. Without a device
+    only our own kernels run, in Triton's interpreter."""
     if device.type != "cuda":
         return True
     known = proofs(device.index)
@@ -83,10 +81,8 @@ def random_rows(rows: int, width: int, outputs: int, like: Tensor) -> Tensor:
 
 
 def same_bits(want: Tensor, compute: Callable[[], Tensor]) -> bool:
-    """Whether `compute` gives `want`: called as it is used, by itself and inside a captured graph.
-
-    Equal results of weights that are all zero prove nothing.
-    """
+    """Whether `compute` gives `want`: called as it is used, by itself and inside a captured graph. Equal results of
+    weights that are all zero prove nothing."""
     reacts = bool((want != want.flatten()[0]).any())
     return torch.equal(want, compute()) and torch.equal(want, captured(compute)) and reacts
 

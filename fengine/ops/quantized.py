@@ -76,10 +76,8 @@ def dequantized(codes: Codes, dtype: torch.dtype) -> Tensor:
 
 def encoded(w_NK: Tensor, kind: str, group: int, shrink: float = 1.0) -> Codes:
     """The nearest fp8, fp4, int4 or int8 codes, under scales symmetric about zero over `group` columns (0: all). Pure.
-
     Scales of integers have w's dtype, those of fp8 are float32, those of fp4 powers of two (OCP's microscaling); with
-    `shrink` < 1 the largest values are clamped.
-    """
+    `shrink` < 1 the largest values are clamped."""
     if kind == "fp4":
         return _microscaled(w_NK, group)
     k, scale_dtype = w_NK.shape[1], torch.float32 if kind in FLOATS else w_NK.dtype
@@ -126,11 +124,8 @@ def on_cpu(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None, n: int, group: int, kind: str,
     dtype: torch.dtype, bias: Tensor | None, out_dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """x [T, K] @ w.T + bias -> [T, n].
-
-    packed: 4 bits int32 [B, ceil(K/8), 32], 8 bits uint8 [B, K, 32]; scale, zero [B, G, 32]; B blocks of 32 outputs,
-    an even number. dtype: bfloat16 or float16.
-    """
+    """x [T, K] @ w.T + bias -> [T, n]. packed: 4 bits int32 [B, ceil(K/8), 32], 8 bits uint8 [B, K, 32]; scale, zero
+    [B, G, 32]; B blocks of 32 outputs, an even number. dtype: bfloat16 or float16."""
     x, (m, k) = contiguous(x, "quantized_linear's x"), x.shape
     y = x.new_empty((m, n))
     library, threads = schedule(2 * m * n * k)
@@ -185,10 +180,8 @@ def fits(kind: str, scale_NG: Tensor) -> bool:
 
 
 def pack(codes: Codes, dtype: torch.dtype) -> linear.Leaf:
-    """The layout that `linear` reads on the codes' device (see the module docstring), once at load. Pure.
-
-    On the CPU a matrix of float32, or whose scales its kernel could not multiply exactly, is kept dequantized.
-    """
+    """The layout that `linear` reads on the codes' device (see the module docstring), once at load. Pure. On the CPU a
+    matrix of float32, or whose scales its kernel could not multiply exactly, is kept dequantized."""
     if codes.code_NK.device.type != "cpu":
         return packed_rows(codes, dtype)
     if dtype == torch.float32 or not fits(codes.kind, codes.scale_NG.float()):

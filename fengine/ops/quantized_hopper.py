@@ -122,9 +122,7 @@ def beside(bias_ptr, rows_ptr, count_ptr, weight_ptr, expert, block, first, line
            PARTS: gl.constexpr, GROUPED: gl.constexpr, GATHER: gl.constexpr, BIAS: gl.constexpr, SUMS: gl.constexpr,
            LINES: gl.constexpr):  # fmt: skip
     """What a tile's sums meet: biases of its outputs, weights of its pairs, the rows of y, and whether they are real.
-
-    Rows of gated products lie together; those of an expert's results are its pairs.
-    """
+    Rows of gated products lie together; those of an expert's results are its pairs."""
     i = gl.arange(0, 64 * PARTS, layout=gl.SliceLayout(1, SUMS))
     bias = gl.zeros([64 * PARTS], gl.float32, gl.SliceLayout(1, SUMS))
     weight = gl.zeros([BM], gl.float32, gl.SliceLayout(0, SUMS))

@@ -111,10 +111,8 @@ def decoded(code, zero, scale, KIND: tl.constexpr):
 @triton.jit
 def weights(packed_ptr, scale_ptr, zero_ptr, index_ptr, col, start, N, K, row_bytes, group, BN: tl.constexpr,
             BK: tl.constexpr, KIND: tl.constexpr, INDEX: tl.constexpr, ONE_GROUP: tl.constexpr):  # fmt: skip
-    """Weights [BN, BK] in float32 of outputs `col` < N and columns from `start`; zeros behind K.
-
-    ONE_GROUP: these columns are of one group.
-    """
+    """Weights [BN, BK] in float32 of outputs `col` < N and columns from `start`; zeros behind K. ONE_GROUP: these
+    columns are of one group."""
     ZERO: tl.constexpr = KIND == "int4" or KIND == "int8"
     k = start + tl.arange(0, BK)
     if KIND == "int4" or KIND == "fp4":

@@ -94,11 +94,8 @@ def wide(x: Tensor) -> Tensor:
 
 
 def plain(x: Tensor) -> Tensor:
-    """`x` contiguous and 16-byte aligned; a copy if it was not. Pure.
-
-    Triton compiles another kernel, with another thread layout, for an unaligned pointer; a reduction would then add in
-    another order.
-    """
+    """`x` contiguous and 16-byte aligned; a copy if it was not. Pure. Triton compiles another kernel, with another
+    thread layout, for an unaligned pointer; a reduction would then add in another order."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -134,10 +131,8 @@ def end(PDL: tl.constexpr):
 
 @cache
 def dependent_launch(device: int | None, trigger: int = EARLY) -> dict[str, int]:
-    """Options of a launch whose kernel calls `begin`, `wait` and perhaps `end`: it may overlap its neighbours.
-
-    Needs a device of compute capability 9 or more (NVIDIA Hopper).
-    """
+    """Options of a launch whose kernel calls `begin`, `wait` and perhaps `end`: it may overlap its neighbours. Needs a
+    device of compute capability 9 or more (NVIDIA Hopper)."""
     able = device is not None and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
     return {"PDL": trigger, "launch_pdl": True} if able and trigger else {"PDL": NEVER}
 

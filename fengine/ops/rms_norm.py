@@ -130,11 +130,9 @@ def add_rms_norm(
     delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, eps: float, shift: float = 0.0,
     post_D: Tensor | None = None, group: int = 0,
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """(normalized rows of residual + delta, residual + delta), both in the residual's dtype. Pure.
-
-    The delta is normed by `post_D` first, if there is one; without a weight both are the sum. The normalized rows are
-    `e4m3.Rows` if there is a `group`: see there.
-    """
+    """(normalized rows of residual + delta, residual + delta), both in the residual's dtype. Pure. The delta is normed
+    by `post_D` first, if there is one; without a weight both are the sum. The normalized rows are `e4m3.Rows` if there
+    is a `group`: see there."""
     if group and weight_D is not None:
         codes_TD, scale_TG, sum_TD = _e4m3_op(delta_TD, residual_TD, weight_D, eps, shift, post_D, group)
         return e4m3.Rows(codes_TD, scale_TG, residual_TD.dtype), sum_TD
@@ -145,7 +143,5 @@ def add_rms_norm(
 
 def rows_rms_norm(packed: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Pair:
     """(normalized rows, rows) of the embeddings that `linear.pack` made `packed` of, both in the weight's dtype. Pure.
-
-    index_T int32.
-    """
+    index_T int32."""
     return _rows_op(packed, index_T, weight_D, eps, shift)

@@ -102,10 +102,8 @@ def rope_kv_write(
     num_heads: int, q_norm_K: Tensor | None = None, k_norm_K: Tensor | None = None, eps: float = 0.0,
     shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages; use the returned ones from here on.
-
-    C = (H + 2G) K in the order q, k, v; both norm weights or neither; pos_T and slot_T int32, slot = page * S + offset.
-    """
+    """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages; use the returned ones from here on. C = (H
+    + 2G) K in the order q, k, v; both norm weights or neither; pos_T and slot_T int32, slot = page * S + offset."""
     arguments = (qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
     return _op(*arguments, *((shift,) if shift else ())), k_PSGK, v_PSGK
 
@@ -115,10 +113,8 @@ def qkv_rope_write(
     v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None = None, k_norm_K: Tensor | None = None, eps: float = 0.0,
     adapters: Any = None, exact: bool = True, shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages; use the returned ones from here on.
-
-    `w`: (H + 2G) K outputs in the order q, k, v, as for `linear`; the rest as for `rope_kv_write`.
-    """
+    """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages; use the returned ones from here on. `w`:
+    (H + 2G) K outputs in the order q, k, v, as for `linear`; the rest as for `rope_kv_write`."""
     where = (rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
     dense = w.plain(adapters) if exact and not shift else None
     if dense is None:  # the same bits in two ops

@@ -95,7 +95,5 @@ def draw(
     pos_R: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(token_R int32, logprob_R float32) for float32 logits. Row r depends on row r of the arguments alone. Pure.
-
-    temperature, top_p, min_p float32; top_k, pos int32; seed int64. top_k >= V, top_p >= 1, min_p <= 0 mean off.
-    """
+    temperature, top_p, min_p float32; top_k, pos int32; seed int64. top_k >= V, top_p >= 1, min_p <= 0 mean off."""
     return _op(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, pos_R)

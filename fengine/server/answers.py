@@ -87,10 +87,8 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 async def events(call: OutputCollector, writer: Writer) -> AsyncIterator[bytes]:
-    """The server-sent events of one call: bytes of some whole events at a time.
-
-    An error ends the stream with an event that holds it. Whoever reads must abort the call behind.
-    """
+    """The server-sent events of one call: bytes of some whole events at a time. An error ends the stream with an event
+    that holds it. Whoever reads must abort the call behind."""
     last: list[Output] = [{}] * len(call.states)
     pieces = b""
     if first := writer.first():

@@ -33,10 +33,7 @@ LONG = 1 << 16  # bytes of a body that would hold up the other answers while it 
 
 
 def make_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
-    """An ASGI app over an engine, for any ASGI server.
-
-    Shutting the engine down stays its owner's business.
-    """
+    """An ASGI app over an engine, for any ASGI server. Shutting the engine down stays its owner's business."""
     config = config or ServerConfig()
     app = FastAPI(title="fengine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.service = service = Service(engine, config)

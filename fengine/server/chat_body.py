@@ -98,11 +98,9 @@ def _continued(given: Mapping[str, Any], messages: Any) -> bool:
 
 
 def messages_of(messages: Any) -> Any:
-    """Messages as templates read them: parts of text joined, arguments of tool calls as objects. Pure.
-
-    What else is wrong with them is left for the engine to tell. Errors: ApiError for parts that are no text, and for
-    tool calls that are none.
-    """
+    """Messages as templates read them: parts of text joined, arguments of tool calls as objects. Pure. What else is
+    wrong with them is left for the engine to tell. Errors: ApiError for parts that are no text, and for tool calls that
+    are none."""
     if not isinstance(messages, list):
         return messages
     return [_message(m, f"messages[{i}]") if isinstance(m, dict) else m for i, m in enumerate(messages)]
@@ -191,9 +189,7 @@ def _problem(tool: Any) -> str:
 
 def _choice(given: Mapping[str, Any], legacy: bool, functions: Functions, has_grammar: bool) -> tuple[Any, Functions]:
     """(the choice as it stands in the body, the functions of which one must be called; none: no call is forced).
-
-    Errors: ApiError.
-    """
+    Errors: ApiError."""
     name, known = ("function_call", "auto, none") if legacy else ("tool_choice", "auto, none, required")
     choice = "auto" if given[name] is None else given[name]
     if choice in ("auto", "none"):

@@ -182,10 +182,8 @@ class ChoiceWriter(Writer):
 
 
 class CompletionWriter(ChoiceWriter):
-    """Answers to /v1/completions. `echoes`: the prompts' texts, None: no echo. Modifies: itself, in a stream.
-
-    The text of a prompt of ids leaves special tokens out where that of outputs does.
-    """
+    """Answers to /v1/completions. `echoes`: the prompts' texts, None: no echo. Modifies: itself, in a stream. The text
+    of a prompt of ids leaves special tokens out where that of outputs does."""
 
     names = ("cmpl-", "text_completion", "text_completion")
 

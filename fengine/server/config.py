@@ -94,10 +94,8 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(form: str, level: str = "info") -> None:
-    """Lets what the package logs be seen. `form`: text, json or none; `level`: the least that is.
-
-    Modifies: the logger `fengine`, unless the process has given it handlers of its own.
-    """
+    """Lets what the package logs be seen. `form`: text, json or none; `level`: the least that is. Modifies: the logger
+    `fengine`, unless the process has given it handlers of its own."""
     package = logging.getLogger("fengine")
     if form == "none" or package.handlers:
         return

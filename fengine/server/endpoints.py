@@ -23,10 +23,8 @@ AS_ARGUMENT = "As the argument of the engine's method."
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`plan`: what a body asks of the model; or `call`: the value that answers it, computed in a thread.
-
-    `words`: a field's name in the engine, or in a chat -> its name in this body.
-    """
+    """`plan`: what a body asks of the model; or `call`: the value that answers it, computed in a thread. `words`: a
+    field's name in the engine, or in a chat -> its name in this body."""
 
     paths: tuple[str, ...]
     doc: str

@@ -53,10 +53,8 @@ def _shortened(text: str, most: int) -> str:
 def api_error_of(
     error: BaseException, body: Mapping[str, Any] | None = None, words: Mapping[str, str] | None = None
 ) -> ApiError:
-    """The refusal for an engine's error. `words`: engine's word -> the field's name in `body`. Pure.
-
-    What is not fengine's own error is a bug: its text stays here.
-    """
+    """The refusal for an engine's error. `words`: engine's word -> the field's name in `body`. Pure. What is not
+    fengine's own error is a bug: its text stays here."""
     if not isinstance(error, (ApiError, FengineError)):
         return ApiError(500, f"internal error: {type(error).__name__}; see the server's log", code="internal_error")
     message, body, words = str(error), body or {}, words or {}

@@ -93,10 +93,8 @@ def sampling_fields() -> dict[str, Field]:
 
 
 def take(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Each known field's value or default. Pure.
-
-    Errors: ApiError for a value, for a field that is not known, or that is `refused`, with the reason.
-    """
+    """Each known field's value or default. Pure. Errors: ApiError for a value, for a field that is not known, or that
+    is `refused`, with the reason."""
     refused = refused or {}
     for name, value in body.items():
         if value is None or name in known or name in NO_EFFECT or value is False and name in refused:

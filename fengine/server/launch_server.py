@@ -42,11 +42,9 @@ def config_of(args: ServerArgs) -> ServerConfig:
 
 
 def launch_server(server_args: ServerArgs) -> int:
-    """Serves until a signal ends it; returns the exit code. The address is taken before the model is loaded.
-
-    Thoughts and tool calls are told from the model's template: `reasoning_parser` and `tool_call_parser` are not read.
-    Errors: ConfigError, UnsupportedFeatureError, ModelLoadError and kinds.
-    """
+    """Serves until a signal ends it; returns the exit code. The address is taken before the model is loaded. Thoughts
+    and tool calls are told from the model's template: `reasoning_parser` and `tool_call_parser` are not read. Errors:
+    ConfigError, UnsupportedFeatureError, ModelLoadError and kinds."""
     config = config_of(server_args)
     log_to_stderr(config.log)
     done = {name: HARMLESS[SERVERS][name] for name in DONE}  # a key, or a port, is no word to an engine, nor to a log

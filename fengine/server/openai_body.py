@@ -212,9 +212,7 @@ def _length_field(body: Mapping[str, Any]) -> str | None:
 
 def texts_or_ids(body: Mapping[str, Any], name: str) -> tuple[str, Any, int]:
     """What a field that holds prompts holds: ("text" or "input_ids", its value, how many), a list of one as such.
-
-    Texts, or token ids that the engine checks. Errors: ApiError (empty, mixed, or neither).
-    """
+    Texts, or token ids that the engine checks. Errors: ApiError (empty, mixed, or neither)."""
     value = body.get(name)
     if value is None:
         raise missing(name)

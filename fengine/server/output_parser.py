@@ -119,10 +119,8 @@ def _harmony(text: str, last: bool) -> tuple[str, str, list[Read]]:
 
 
 class OutputParser:
-    """The parts of one output. `thinks`: it may begin with <think>; `opened`: the prompt ended with that.
-
-    `forced`: it is JSON of `tool_calls.forced_schema`, and begins with no thought. Modifies: itself.
-    """
+    """The parts of one output. `thinks`: it may begin with <think>; `opened`: the prompt ended with that. `forced`: it
+    is JSON of `tool_calls.forced_schema`, and begins with no thought. Modifies: itself."""
 
     def __init__(
         self, form: Format | None, *, thinks: bool = False, opened: bool = False, forced: bool = False

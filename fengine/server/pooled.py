@@ -217,10 +217,8 @@ def _cosine(a: list[float], b: list[float]) -> float:
 
 def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> Plan:
     """Documents, the best first: [{"score", "document", "index"}] as SGLang's with the scores of `Engine.rerank`, or
-    `jina`'s {"results": [{"index", "document", "relevance_score"}]} with scores between 0 and 1, as vLLM's.
-
-    Errors: ApiError; those of Engine.rerank.
-    """
+    `jina`'s {"results": [{"index", "document", "relevance_score"}]} with scores between 0 and 1, as vLLM's. Errors:
+    ApiError; those of Engine.rerank."""
     given = take(body, RERANK)
     for name in ("query", "documents"):
         if given[name] is None:

@@ -17,8 +17,7 @@ MAX_HEADERS = 256  # of a request: as Python's objects they take many times thei
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. A client has `read_seconds` for a head, and for the rest of a body that was answered before its
     end; `write_seconds` to take what is written; `keep_alive_seconds` between two requests. The time for a body that
-    the app reads is the app's.
-    """
+    the app reads is the app's."""
 
     limits: ServerConfig  # set by `server_of`
 

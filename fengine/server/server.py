@@ -115,9 +115,7 @@ def server_of(app: FastAPI, config: ServerConfig, ready: Callable[[], None] = la
 
 def serve(engine: Engine, config: ServerConfig, bound: socket.socket) -> int | None:
     """Serves until a signal; returns the one that cut answers off, None if all were finished. The engine stays open.
-
-    Modifies: the process's limit of open files, to as many as the system allows.
-    """
+    Modifies: the process's limit of open files, to as many as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))

@@ -158,9 +158,7 @@ class Service:
 
     def request_of(self, body: Body, arguments: dict[str, Any], request: OpenAIRequest) -> GenerateReqInput:
         """The call's arguments, with the server's sampling defaults, the body's adapter and limits of what is drawn.
-
-        Errors: ApiError.
-        """
+        Errors: ApiError."""
         sampling, given = self.sampling_defaults | arguments["sampling_params"], request.given
         barred, bias = self._barred(given["bad_words"]), sampling.get("logit_bias", {})
         if barred and isinstance(bias, dict):  # another is the engine's to refuse
@@ -206,9 +204,7 @@ class Service:
 
     def adapter_of(self, body: Body) -> str | None:
         """The LoRA adapter that a body's model is; None: the model itself, which it is without a name or as "default".
-
-        An adapter's name may stand behind the model's, with a colon. Errors: ApiError (400, 404).
-        """
+        An adapter's name may stand behind the model's, with a colon. Errors: ApiError (400, 404)."""
         name, adapters = body.get("model") or "default", self.engine.lora_adapters()
         if not isinstance(name, str):
             raise invalid("model", f"model must be a string, got {name!r:.80}.")

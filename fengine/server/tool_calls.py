@@ -45,11 +45,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Calls stand between `begin` and `end`; without an end, up to the next begin or the end of the text.
-
-    `marks`: substrings of the templates that teach it. `read`: what stands between, to calls; None: `output_parser` has
-    a function for it. `aliases`: SGLang's names.
-    """
+    """Calls stand between `begin` and `end`; without an end, up to the next begin or the end of the text. `marks`:
+    substrings of the templates that teach it. `read`: what stands between, to calls; None: `output_parser` has a
+    function for it. `aliases`: SGLang's names."""
 
     name: str
     marks: tuple[str, ...]

@@ -55,15 +55,12 @@ class Source(NamedTuple):
 
 
 class Vocabulary:
-    """The tokens as the matcher sees them: `tokens[id]` is the id's text, None for one that has none of its own.
-
-    Behind them stands one more, which no model draws: that the matcher allows it tells that the text may end here.
-    """
+    """The tokens as the matcher sees them: `tokens[id]` is the id's text, None for one that has none of its own. Behind
+    them stands one more, which no model draws: that the matcher allows it tells that the text may end here."""
 
     def __init__(self, tokens: Sequence[bytes | None], drops_space: bool) -> None:
-        """`drops_space`: of a space at the beginning of a text nothing is shown.
-
-        Errors: MissingExtraError, FengineError."""
+        """`drops_space`: of a space at the beginning of a text nothing is shown. Errors: MissingExtraError,
+        FengineError."""
         try:
             import llguidance
         except ModuleNotFoundError:
@@ -172,10 +169,8 @@ def attempt(question: tuple[str, str, str | None]) -> str:
 
 
 class Grammars:
-    """The grammars of one engine: compiled once each, in threads of their own. Thread-safe.
-
-    The MAX_KEPT used last are kept, and those that cannot be compiled with them.
-    """
+    """The grammars of one engine: compiled once each, in threads of their own. Thread-safe. The MAX_KEPT used last are
+    kept, and those that cannot be compiled with them."""
 
     def __init__(
         self, tokens: Callable[[], tuple[Sequence[bytes | None], bool]], whitespace: Whitespace | None

@@ -36,11 +36,9 @@ class Expression(NamedTuple):
 
 
 def to_lark(text: str) -> str:
-    """The grammar for the matcher: a rule `text`. Errors: GrammarError. Pure.
-
-    A grammar without recursion becomes one regular expression. With recursion it is read character by character, for
-    the matcher's lexer would take the longest match where a shorter one was meant.
-    """
+    """The grammar for the matcher: a rule `text`. Errors: GrammarError. Pure. A grammar without recursion becomes one
+    regular expression. With recursion it is read character by character, for the matcher's lexer would take the longest
+    match where a shorter one was meant."""
     rules = _rules(text)
     refs = {name: _REF.findall(rule.lark) for name, rule in rules.items()}
     _check(rules, refs)

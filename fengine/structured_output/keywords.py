@@ -149,9 +149,7 @@ WORDS = sorted(KEYWORDS.keys() | _NEVER)
 
 def known(node: Node, at: str) -> Node:
     """The keywords of a schema, whose values are of the right kinds; annotations are left out. Pure but for the log.
-
-    Errors: GrammarError for a value, a keyword that is never held, and a near miss of one.
-    """
+    Errors: GrammarError for a value, a keyword that is never held, and a near miss of one."""
     out = {}
     for key, value in node.items():
         if key in KEYWORDS:

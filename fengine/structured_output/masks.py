@@ -37,11 +37,9 @@ def bits_of(ids: frozenset[int]) -> Bits:
 
 
 class Cursor:
-    """Modifies: itself, by the loop alone.
-
-    `ends` are the ids that end the request: allowed where the text may end, whatever text they have of their own.
-    `barred` ids are never drawn. With `eager` False an end is drawn only where nothing else can be (ignore_eos).
-    """
+    """Modifies: itself, by the loop alone. `ends` are the ids that end the request: allowed where the text may end,
+    whatever text they have of their own. `barred` ids are never drawn. With `eager` False an end is drawn only where
+    nothing else can be (ignore_eos)."""
 
     __slots__ = ("grammar", "ends", "barred", "early", "eager", "tokens", "matcher", "error")
 

@@ -27,10 +27,8 @@ _NARROW = {"DIGIT": "0123456789", "SPACE": " \t\n\r\f\v",
 
 
 def explicit(pattern: str, what: str, *, searched: bool = False) -> str:
-    """`pattern` for a whole text, written out. `searched`: for a place in a text, so ^ and $ at its ends stay.
-
-    `what` names it in errors. Errors: GrammarError. Pure.
-    """
+    """`pattern` for a whole text, written out. `searched`: for a place in a text, so ^ and $ at its ends stay. `what`
+    names it in errors. Errors: GrammarError. Pure."""
     try:
         tree = parse(pattern)
         return _Writer(f"{what} {pattern!r:.200}", searched).sequence(tree, tree.state.flags, True, True)

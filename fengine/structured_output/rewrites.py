@@ -59,10 +59,8 @@ def named_formats(_: Logic, node: Node) -> None:
 
 
 def one_of(logic: Logic, node: Node) -> None:
-    """The matcher proves of few schemas that only one can hold, and of none behind a `$ref`: pydantic's unions.
-
-    Of options that may overlap, each holds with what breaks the others.
-    """
+    """The matcher proves of few schemas that only one can hold, and of none behind a `$ref`: pydantic's unions. Of
+    options that may overlap, each holds with what breaks the others."""
     options, parts = node["oneOf"], []
     for i, option in enumerate(options):
         overlapping = [other for other in options[:i] + options[i + 1 :] if not logic.disjoint(option, other)]

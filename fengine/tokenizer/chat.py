@@ -76,10 +76,8 @@ def _check_parts(content: Any, where: str) -> None:
 
 
 def check_roles(messages: list[dict[str, Any]], rendered: str) -> None:
-    """A template may pass over a role that it does not know: what such a message says must have been written.
-
-    Errors: InvalidRequestError.
-    """
+    """A template may pass over a role that it does not know: what such a message says must have been written. Errors:
+    InvalidRequestError."""
     for i, message in enumerate(messages):
         content = message.get("content")
         if message["role"] not in ROLES and isinstance(content, str) and content.strip() not in rendered:
@@ -91,9 +89,7 @@ def check_roles(messages: list[dict[str, Any]], rendered: str) -> None:
 
 def left_open(messages: list[dict[str, Any]], rendered: str) -> str:
     """A rendered chat up to where the text of its last message ends, as transformers' continue_final_message. Pure.
-
-    Errors: InvalidRequestError.
-    """
+    Errors: InvalidRequestError."""
     content = messages[-1].get("content")
     core = content.strip() if isinstance(content, str) else ""
     if not core or core not in rendered:
@@ -132,11 +128,9 @@ class ChatTemplate:
         add_generation_prompt: bool, max_chars: int,
     ) -> str:  # fmt: skip
         """Renders checked messages. A value for a name that the template does not read is ignored, with a line in the
-        log, as transformers does; one for a name with a meaning of its own is refused.
-
-        Errors: UnknownParameterError, ChatTemplateError (the template raised, used something undefined, took too much,
-        or wrote more than `max_chars`).
-        """
+        log, as transformers does; one for a name with a meaning of its own is refused. Errors: UnknownParameterError,
+        ChatTemplateError (the template raised, used something undefined, took too much, or wrote more than
+        `max_chars`)."""
         known = ", ".join(sorted(self.variables - special_tokens.keys())) or "none"
         for name in values:
             if name in self._reserved or name in special_tokens:
@@ -161,11 +155,9 @@ class ChatTemplate:
 def apply_chat_template(
     tokenizer: Any, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True, **values: Any
 ) -> str:
-    """The chat as text, rendered by the model's own template. `values` are variables that the template reads.
-
-    Errors: InvalidRequestError (messages, no template), UnknownParameterError (a variable with a meaning of its
-    own), ContextLengthError, ChatTemplateError.
-    """
+    """The chat as text, rendered by the model's own template. `values` are variables that the template reads. Errors:
+    InvalidRequestError (messages, no template), UnknownParameterError (a variable with a meaning of its own),
+    ContextLengthError, ChatTemplateError."""
     return _render(tokenizer, check_messages(messages), plain_values(values), add_generation_prompt)
 
 
@@ -240,10 +232,8 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], values: dict[str, An
 
 
 def template_of(tokenizer: Any, tools: bool) -> tuple[str, frozenset[str]]:
-    """(source, variables a caller may set) of the chat template, the one for tools if there is one.
-
-    Errors: InvalidRequestError, ChatTemplateError.
-    """
+    """(source, variables a caller may set) of the chat template, the one for tools if there is one. Errors:
+    InvalidRequestError, ChatTemplateError."""
     template = _template(tokenizer, tools)
     return template.source, template.variables - tokenizer.special_tokens.keys()
 

@@ -70,11 +70,9 @@ class SpecialText:
         self._tails = tuple({s[n:] for s in special for n in range(1, len(s))})
 
     def mark(self, value: Any, marks: Marks) -> Any:
-        """A copy of strings, lists and dicts (values, not keys and roles) with marks around special-token text. Pure.
-
-        A pair of marks around nothing stands at the edge of a string that begins or ends with a part of a special
-        token, so that the token cannot form across that edge. White space outside is left outside: templates trim.
-        """
+        """A copy of strings, lists and dicts (values, not keys and roles) with marks around special-token text. Pure. A
+        pair of marks around nothing stands at the edge of a string that begins or ends with a part of a special token,
+        so that the token cannot form across that edge. White space outside is left outside: templates trim."""
         if value == {"type": "image"}:  # a part that templates look for
             return value
         if isinstance(value, dict):
@@ -96,11 +94,9 @@ class SpecialText:
         return isinstance(value, list) and any(map(self.in_keys, value))
 
     def encode(self, text: str, spans: list[Span]) -> list[int] | None:
-        """Ids of `text` in which special-token text inside `spans` is plain text. No special tokens are added.
-
-        None if this tokenizer's cuts at added tokens cannot be reproduced exactly (checked on this very text), or if
-        plain text still gives a special token's id.
-        """
+        """Ids of `text` in which special-token text inside `spans` is plain text. No special tokens are added. None if
+        this tokenizer's cuts at added tokens cannot be reproduced exactly (checked on this very text), or if plain text
+        still gives a special token's id."""
         if self._encode(text, [])[0] != self._backend.encode(text, add_special_tokens=False).ids:
             return None
         ids, cuts = self._encode(text, spans)

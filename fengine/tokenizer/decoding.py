@@ -27,11 +27,9 @@ def clean_up(text: str) -> str:
 
 
 def clean_cut(text: str) -> int:
-    """How much of `text` can be cleaned without seeing what follows. Pure.
-
-    A pattern begins with a space and has at most 4 characters. No match reaches over a cut before a space that follows
-    none of space, apostrophe and n, nor over one behind 8 characters without a space.
-    """
+    """How much of `text` can be cleaned without seeing what follows. Pure. A pattern begins with a space and has at
+    most 4 characters. No match reaches over a cut before a space that follows none of space, apostrophe and n, nor over
+    one behind 8 characters without a space."""
     if " " not in text[-8:] and len(text) >= 8:
         return len(text)
     return next((i for i in range(len(text) - 1, 0, -1) if text[i] == " " and text[i - 1] not in " 'n"), 0)
@@ -60,11 +58,9 @@ class PieceTable(dict[int, Piece]):
 
 
 class Decoding:
-    """A tokenizer's decoder in the terms of this file. Immutable but for the memo tables.
-
-    `spaced`: a space stands between tokens. `first_differs`: the first token of a text reads otherwise than behind
-    another one. Errors: UnsupportedFeatureError for a decoder of neither family.
-    """
+    """A tokenizer's decoder in the terms of this file. Immutable but for the memo tables. `spaced`: a space stands
+    between tokens. `first_differs`: the first token of a text reads otherwise than behind another one. Errors:
+    UnsupportedFeatureError for a decoder of neither family."""
 
     def __init__(self, backend: Backend, cleanup: bool) -> None:
         self._backend, self.cleanup = backend, cleanup

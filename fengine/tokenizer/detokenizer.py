@@ -18,10 +18,8 @@ from fengine.tokenizer.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Text:
-    """Growing text of one sequence: committed characters leave at once, the rest waits here. Copyable.
-
-    The concatenation of all `feed`s and `flush` is the library's decode of all ids.
-    """
+    """Growing text of one sequence: committed characters leave at once, the rest waits here. Copyable. The
+    concatenation of all `feed`s and `flush` is the library's decode of all ids."""
 
     decoding: Decoding
     table: PieceTable
@@ -132,11 +130,9 @@ class Detokenizer:
         self.num_tokens = 0
 
     def push(self, token_ids: list[int], *, trim_last: bool = False) -> str:
-        """Takes further ids, returns the text that is now certain; "" once a stop has matched.
-
-        `trim_last`: the last id is a stop token, whose own text is left out unless it completes a stop string or
-        pattern, or `no_stop_trim` keeps it.
-        """
+        """Takes further ids, returns the text that is now certain; "" once a stop has matched. `trim_last`: the last id
+        is a stop token, whose own text is left out unless it completes a stop string or pattern, or `no_stop_trim`
+        keeps it."""
         if trim_last and token_ids and self._trim:
             return self.push(token_ids[:-1]) + self._push_stop_token(token_ids[-1])
         if not self._stops and self._search is None:

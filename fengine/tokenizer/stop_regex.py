@@ -45,10 +45,8 @@ def inside(flags: int, more: int, less: int) -> int:
 
 
 def one_character(whole: str, kind: str, value: Any, flags: int) -> re.Pattern[str]:
-    """A pattern for one character, from an item of the parser. Pure.
-
-    Errors: InvalidRequestError for what is no character at all; `whole` names the expression it stands in.
-    """
+    """A pattern for one character, from an item of the parser. Pure. Errors: InvalidRequestError for what is no
+    character at all; `whole` names the expression it stands in."""
     if kind == "ANY":
         source = "."
     elif kind in ("LITERAL", "NOT_LITERAL"):

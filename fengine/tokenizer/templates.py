@@ -60,10 +60,8 @@ def _compiled(source: str) -> tuple[jinja2.Template, set[str]]:
 
 
 def _parameters(tree: nodes.Template, undeclared: set[str]) -> set[str]:
-    """Of the names that a template reads before it sets them, those that a caller may set. Pure.
-
-    One that the template sets itself is its own, unless it asks whether it is defined.
-    """
+    """Of the names that a template reads before it sets them, those that a caller may set. Pure. One that the template
+    sets itself is its own, unless it asks whether it is defined."""
     stored = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
     asked = {
         node.node.name

@@ -9,9 +9,7 @@ from fengine.tokenizer.tokenizer import Tokenizer
 
 class TokenTexts(NamedTuple):
     """`tokens[id]`: the bytes that the id adds to a text, None for one that adds none (special, or unknown).
-
-    `drops_space`: where a text begins with a space, that one is not shown.
-    """
+    `drops_space`: where a text begins with a space, that one is not shown."""
 
     tokens: list[bytes | None]
     drops_space: bool

@@ -26,11 +26,9 @@ DEFAULT_CONTEXT = 131_072  # where neither the caller nor config.json tells
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Immutable and thread-safe. Build with `from_directory`.
-
-    `special_tokens` maps "bos_token", "eos_token", … to their text. `eos_ids` is the union of the tokenizer's, the
-    model config's and the generation config's end-of-sequence ids. `max_chars` caps the length of one text.
-    """
+    """Immutable and thread-safe. Build with `from_directory`. `special_tokens` maps "bos_token", "eos_token", … to
+    their text. `eos_ids` is the union of the tokenizer's, the model config's and the generation config's
+    end-of-sequence ids. `max_chars` caps the length of one text."""
 
     backend: Backend = field(repr=False)
     special_tokens: dict[str, str]
@@ -102,11 +100,8 @@ class Tokenizer:
         return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
-        """Ids of one text; special-token text in it is parsed as special, as transformers does.
-
-        With `max_length` the text is cut so that the ids with those added are no more. Errors: InvalidRequestError,
-        ContextLengthError.
-        """
+        """Ids of one text; special-token text in it is parsed as special, as transformers does. With `max_length` the
+        text is cut so that the ids with those added are no more. Errors: InvalidRequestError, ContextLengthError."""
         ids = self.ids_of([self.check_text(text)], add_special_tokens)[0]
         if max_length is None or len(ids) <= max_length:
             return ids

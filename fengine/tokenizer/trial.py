@@ -72,10 +72,8 @@ class Trials:
             self._idle.put(i)
 
     def ask(self, question: Any) -> Any:
-        """What a child's attempt gave; waits for one that nobody asks.
-
-        Errors: Refused; EngineClosedError; FengineError if no child can run.
-        """
+        """What a child's attempt gave; waits for one that nobody asks. Errors: Refused; EngineClosedError; FengineError
+        if no child can run."""
         i = self._idle.get()
         try:
             child, line = self._started(i), ""

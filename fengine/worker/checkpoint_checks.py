@@ -18,10 +18,8 @@ HARMLESS = (".rotary_emb.inv_freq",)  # a table that old checkpoints store; ours
 
 
 def read_entries(directory: Path, spec: ModelSpec) -> dict[str, TensorEntry]:
-    """The tensors by our names, those of a decoder that was saved alone ("layers.0…") as inside a model.
-
-    Errors: as `read_shards`.
-    """
+    """The tensors by our names, those of a decoder that was saved alone ("layers.0…") as inside a model. Errors: as
+    `read_shards`."""
     entries, rename = read_shards(directory), partial(models.lookup(spec.architecture).rename, spec)
     entries = {new: entries[old]._replace(name=new) for old in entries if (new := rename(old))}
     if BARE_EMBEDDING not in entries or EMBEDDING in entries:
@@ -40,11 +38,9 @@ def listed(problems: list[str]) -> str:
 def check_entries(
     directory: Path, spec: ModelSpec, weights: list[Weight], entries: dict[str, TensorEntry], mixed: bool
 ) -> list[Weight]:
-    """Checks names, shapes and dtypes against the architecture; `mixed` allows matrices of several dtypes.
-
-    Returns the weights to read: optional ones where they are stored. Errors: CorruptCheckpointError with every problem,
-    UnsupportedFormatError.
-    """
+    """Checks names, shapes and dtypes against the architecture; `mixed` allows matrices of several dtypes. Returns the
+    weights to read: optional ones where they are stored. Errors: CorruptCheckpointError with every problem,
+    UnsupportedFormatError."""
     needed = [weight for weight in weights if not weight.optional or weight.sources[0].name in entries]
     expected, few_bits = _expected(spec, needed, entries)
     problems = [

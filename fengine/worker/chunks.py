@@ -35,9 +35,7 @@ class Chunk(NamedTuple):
 
 class PromptRows(NamedTuple):
     """Rows whose input logprobs are wanted: of the ids in id_PK (column 0: the token behind) and the `top` likeliest.
-
-    `index_P` is into the tokens of the step.
-    """
+    `index_P` is into the tokens of the step."""
 
     index_P: np.ndarray  # int32
     id_PK: np.ndarray  # int32

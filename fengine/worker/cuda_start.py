@@ -17,10 +17,8 @@ from fengine.worker.warm_up import warm_stages
 
 def prepare(runner: CudaRunner, kv: KVState, eager: ForwardFn) -> int:
     """Compiles and proves every kernel of the engine, with any small KV state. Returns the bytes that the largest step
-    takes for its activations.
-
-    First our own kernels are compiled beside each other, through `eager`: those of torch.compile would run meanwhile.
-    """
+    takes for its activations. First our own kernels are compiled beside each other, through `eager`: those of
+    torch.compile would run meanwhile."""
     forward, runner.forward = runner.forward, eager
     with compiling():
         _prepare(runner, kv)
@@ -29,11 +27,9 @@ def prepare(runner: CudaRunner, kv: KVState, eager: ForwardFn) -> int:
 
 
 def _prepare(runner: CudaRunner, kv: KVState) -> int:
-    """Runs every bucket with any small KV state: compiles and proves all kernels, which takes memory of its own.
-
-    One layer of each kind stands for all: those alike run the same kernels. Returns the bytes that the largest step
-    takes for its activations.
-    """
+    """Runs every bucket with any small KV state: compiles and proves all kernels, which takes memory of its own. One
+    layer of each kind stands for all: those alike run the same kernels. Returns the bytes that the largest step takes
+    for its activations."""
     whole, kinds = runner.params, layer_kinds(runner.params["layers"])
     hidden_1D = blank_hidden(whole, 1)
     runner.params = whole | {"layers": [whole["layers"][index] for index in kinds]}

@@ -32,9 +32,7 @@ def device_of(config: EngineConfig) -> str:
 @contextmanager
 def current_device(device: str) -> Iterator[None]:
     """Inside, a GPU is the current one of this thread: launches and streams that name no device are on the current one.
-
-    Modifies: torch's current device, in this thread.
-    """
+    Modifies: torch's current device, in this thread."""
     with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
         yield
 
@@ -50,10 +48,8 @@ def refuse_default_device() -> None:
 
 
 def refuse_unbuilt_shape(spec: ModelSpec, device: str, dtype: torch.dtype) -> None:
-    """What the CUDA kernels do not take; `dtype` is that of activations.
-
-    Errors: UnsupportedArchitectureError, UnsupportedFeatureError.
-    """
+    """What the CUDA kernels do not take; `dtype` is that of activations. Errors: UnsupportedArchitectureError,
+    UnsupportedFeatureError."""
     if device.startswith("cuda") and spec.few_kv and dtype != torch.bfloat16:
         raise UnsupportedFeatureError(
             f"kv_cache_dtype='fp8_e4m3' with {str(dtype).removeprefix('torch.')} on CUDA is not built: use "

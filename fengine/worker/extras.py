@@ -77,10 +77,8 @@ class Extras:
 
 
 def draw_index(last_R: np.ndarray, output: SchedulerOutput) -> np.ndarray:
-    """The token that each draw stands behind: of a row with drafts the one in front of them, then each draft.
-
-    `last_R`: the last token of each of the step's rows, behind them one entry for each draft. Pure.
-    """
+    """The token that each draw stands behind: of a row with drafts the one in front of them, then each draft. `last_R`:
+    the last token of each of the step's rows, behind them one entry for each draft. Pure."""
     index = last_R.tolist()
     at = len(output.rows)
     for i, draft in output.drafts:

@@ -89,9 +89,7 @@ class Slot(NamedTuple):
 
 def layout(fields: Iterable[Field], sizes: Sizes) -> list[Slot]:
     """Where each field lies in one packed byte buffer, 16-byte aligned; fields with a letter that `sizes` lacks do not.
-
-    Fields in front keep their places whatever stands behind them.
-    """
+    Fields in front keep their places whatever stands behind them."""
     slots, at = [], 0
     for field in fields:
         if all(letter in sizes or letter.isdigit() for letter in field.letters):
@@ -122,10 +120,8 @@ def pack(arrays: Arrays, targets: Targets) -> None:
 
 
 class StaticBuffers:
-    """Fields in packed buffers whose addresses graphs hold: two on the host, pinned, and two on the device.
-
-    Modifies: these buffers.
-    """
+    """Fields in packed buffers whose addresses graphs hold: two on the host, pinned, and two on the device. Modifies:
+    these buffers."""
 
     def __init__(self, fields: tuple[Field, ...], most: Sizes, device: torch.device) -> None:
         self.fields = fields

@@ -67,10 +67,8 @@ def _ids(config: Config, name: str) -> list[int]:
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:
-    """The recommended parameters of a directory's generation_config.json, if it has one.
-
-    Errors: ModelLoadError; UnsupportedFeatureError with all that would change what is drawn and is not built.
-    """
+    """The recommended parameters of a directory's generation_config.json, if it has one. Errors: ModelLoadError;
+    UnsupportedFeatureError with all that would change what is drawn and is not built."""
     path = directory / "generation_config.json"
     given = read_json(path) if path.exists() else {}
     bad = [name for name, value in given.items() if name not in RECOMMENDED and name not in HARMLESS

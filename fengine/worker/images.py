@@ -39,9 +39,7 @@ def letters_of(spec: ModelSpec) -> str:
 
 class ImageInputs:
     """Embeddings of images, and where the tokens of running rows with images find them, stand, and look. Of a group,
-    rank 0 encodes for all.
-
-    Modifies: itself, and the table in Params, which it makes."""
+    rank 0 encodes for all. Modifies: itself, and the table in Params, which it makes."""
 
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, params: Params, context: int, rows: int,

@@ -42,10 +42,8 @@ class PoolSize(NamedTuple):
 
 
 def windows_of(config: EngineConfig, spec: ModelSpec, context: int, beside: int = 0) -> Windows | None:
-    """How pages of windowed layers go back while a request runs; its number of them is not known yet. Pure.
-
-    None: no token leaves anything behind, or a draft's own KV (`beside`) lies under ids that only windows have.
-    """
+    """How pages of windowed layers go back while a request runs; its number of them is not known yet. Pure. None: no
+    token leaves anything behind, or a draft's own KV (`beside`) lies under ids that only windows have."""
     alone = len(spec.window_layers) == spec.num_layers
     page_size, step_tokens = config.cache.page_size or 16, config.scheduler.max_step_tokens or 1
     windows = Windows(spec.window, block_of(spec.head_dim), page_size, 0, step_tokens, alone)
@@ -97,12 +95,9 @@ def fitting(memory: int, whole: int, own: int, need: int) -> int:
 
 
 def pool_memory(config: EngineConfig, spec: ModelSpec, rows: int, activations: int) -> int:
-    """Bytes for the KV pool.
-
-    On CUDA that is all that `mem_fraction_static` leaves; by default all that is free but for the captured graphs,
-    which share a memory pool of the largest step's `activations` (bytes), a step outside of graphs, the counts of drawn
-    ids that penalties need, and a margin.
-    """
+    """Bytes for the KV pool. On CUDA that is all that `mem_fraction_static` leaves; by default all that is free but for
+    the captured graphs, which share a memory pool of the largest step's `activations` (bytes), a step outside of
+    graphs, the counts of drawn ids that penalties need, and a margin."""
     if device_of(config) == "cpu":
         return CPU_POOL_BYTES
     free, total = torch.cuda.mem_get_info(device_of(config))

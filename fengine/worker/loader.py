@@ -238,11 +238,9 @@ def _own(leaf: Tensor) -> Tensor:
 
 
 def _drawn(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) -> Tensor:
-    """Random numbers: every matrix keeps the variance of its input, norms are one, biases small.
-
-    What writes to the residual stream is scaled by 1/sqrt(2L), so that the stream grows to order one over all layers
-    and neither a token's own embedding nor its context is drowned (Radford et al. 2019, GPT-2, section 2.3).
-    """
+    """Random numbers: every matrix keeps the variance of its input, norms are one, biases small. What writes to the
+    residual stream is scaled by 1/sqrt(2L), so that the stream grows to order one over all layers and neither a token's
+    own embedding nor its context is drowned (Radford et al. 2019, GPT-2, section 2.3)."""
     shape, dtype = weight.shape, placement.of(weight)
     if weight.fill == "one":
         return torch.full(shape, 1.0 - spec.norm_shift, dtype=dtype, device=placement.device)

@@ -19,10 +19,8 @@ class Handle(ctypes.Structure):
 
 @contextmanager
 def inboxes(size: int, rank: int, swap: Callable[[bytes], list[bytes]]) -> Iterator[list[int]]:
-    """The addresses of zeroed memory of `size` bytes of every rank, on this rank's current GPU or mapped there.
-
-    `swap` gives the handles of all ranks for that of one. What a rank that has died leaves is unmapped all the same.
-    """
+    """The addresses of zeroed memory of `size` bytes of every rank, on this rank's current GPU or mapped there. `swap`
+    gives the handles of all ranks for that of one. What a rank that has died leaves is unmapped all the same."""
     with ExitStack() as held:
         try:
             own, handle = _exported(size, held)

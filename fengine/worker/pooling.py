@@ -59,10 +59,8 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """`pool` is "last", "mean" or "cls" (the first token). `sizes` are the dimensions a matryoshka model names.
-
-    A text gets `prompt` in front, in lower case if `lower`, and is cut to `max_length` tokens (None: it is not).
-    """
+    """`pool` is "last", "mean" or "cls" (the first token). `sizes` are the dimensions a matryoshka model names. A text
+    gets `prompt` in front, in lower case if `lower`, and is cut to `max_length` tokens (None: it is not)."""
 
     pool: str = "last"
     normalize: bool = True
@@ -100,10 +98,8 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
 
 
 def _read(path: Path, where: str = "", kind: type = dict) -> Any:
-    """An object, or a list of objects, whose keys are all known to KEYS[where], or off.
-
-    Errors: ModelLoadError; UnsupportedFeatureError with every other key.
-    """
+    """An object, or a list of objects, whose keys are all known to KEYS[where], or off. Errors: ModelLoadError;
+    UnsupportedFeatureError with every other key."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -208,10 +204,8 @@ def check_dimensions(dimensions: Any, pooling: Pooling, hidden_size: int) -> int
 
 def finish_vector(vector_D: np.ndarray, pooling: Pooling, dimensions: int | None) -> list[float]:
     """The pooled vector behind dense layers, cut to `dimensions` and, where the model asks for it, of length 1. Pure.
-
     In float64, whatever came from the device; a vector of zeros stays what it is (torch's `normalize` divides it by
-    1e-12).
-    """
+    1e-12)."""
     vector_D = vector_D.astype(np.float64)
     for dense in pooling.dense:
         vector_D = dense(vector_D)
@@ -222,10 +216,8 @@ def finish_vector(vector_D: np.ndarray, pooling: Pooling, dimensions: int | None
 
 
 def apply_head(params: Params, pooled_D: np.ndarray) -> np.ndarray:
-    """The classification or reward head on one pooled hidden state: float32 [C]. Pure.
-
-    Encoders have a dense layer in front of it: ModernBERT's is followed by gelu and a norm, the others' by tanh.
-    """
+    """The classification or reward head on one pooled hidden state: float32 [C]. Pure. Encoders have a dense layer in
+    front of it: ModernBERT's is followed by gelu and a norm, the others' by tanh."""
     norm_D = params["final_norm_D"]  # of the activations' device and dtype
     x_1D = torch.from_numpy(pooled_D)[None].to(norm_D)
     if "score_dense" in params:

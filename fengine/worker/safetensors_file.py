@@ -70,10 +70,8 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
 
 
 def read_config(directory: Path, overrides: str = "") -> dict[str, Any]:
-    """`config.json`, parsed strictly, with the values of the JSON object `overrides` over its own.
-
-    Errors: ModelLoadError; UnsupportedFormatError with only other weights.
-    """
+    """`config.json`, parsed strictly, with the values of the JSON object `overrides` over its own. Errors:
+    ModelLoadError; UnsupportedFormatError with only other weights."""
     if not directory.is_dir():
         kind = "is not a directory" if directory.exists() else "does not exist"
         raise ModelLoadError(f"model directory {directory} {kind}.")
@@ -122,10 +120,8 @@ def _read(file: BinaryIO, path: Path, most: int) -> bytes:
 
 
 def read_shards(directory: Path) -> dict[str, TensorEntry]:
-    """The tensors of a directory's weight files by name.
-
-    Errors: ModelLoadError (no weights, a missing shard), UnsupportedFormatError, CorruptCheckpointError.
-    """
+    """The tensors of a directory's weight files by name. Errors: ModelLoadError (no weights, a missing shard),
+    UnsupportedFormatError, CorruptCheckpointError."""
     single, index = directory / SINGLE, directory / INDEX
     if single.exists() or single.is_symlink():
         return {entry.name: entry for entry in read_header(single)}

@@ -49,10 +49,8 @@ def batch_of(tensors: Tensors, last_token_R: Tensor) -> Tensors:
 
 
 def make_forward(spec: ModelSpec, *, compiled: bool = False) -> ForwardFn:
-    """The forward pass with `spec` closed over; its layers under torch.compile if asked.
-
-    It modifies the storage of the KV state, which is dead after the call; the returned state is the only live one.
-    """
+    """The forward pass with `spec` closed over; its layers under torch.compile if asked. It modifies the storage of the
+    KV state, which is dead after the call; the returned state is the only live one."""
     model = lookup(spec.architecture)
     forward = decoder(compiled_layers(model.layer)) if compiled and model.layer is not None else model.forward
     return lambda params, kv, batch: forward(params, spec, kv, batch)
@@ -95,10 +93,8 @@ def step(
     params: Params, spec: ModelSpec, kv: KVState, batch: Tensors, tensors: Tensors,
     stages: Sequence[LogitsStage] = (),
 ) -> tuple[KVState, Sampled]:  # fmt: skip
-    """Both in one, on tokens that are known: every token of `batch` through the model, and one drawn per row.
-
-    Modifies: the storage of `kv`, which is dead after the call; the returned state is the only live one.
-    """
+    """Both in one, on tokens that are known: every token of `batch` through the model, and one drawn per row. Modifies:
+    the storage of `kv`, which is dead after the call; the returned state is the only live one."""
     model = lookup(spec.architecture)
     kv, hidden_TD = model.forward(params, spec, kv, batch)
     logits_RV = model.unembed(params, spec, edges.take(hidden_TD, batch["logit_index_R"]))
@@ -109,10 +105,8 @@ def read_out(
     params: Params, unembed: UnembedFn, hidden_TD: Tensor, step: StepInput, draws: Callable[[], np.ndarray],
     likeliest: Callable[[], Scores] | None,
 ) -> Result:  # fmt: skip
-    """Launches what a step brings from its hidden states; what it returns gives all that it found.
-
-    `draws` waits for the step, and gives tokens and the bits of their logprobs, [2, R]; `likeliest` is called then.
-    """
+    """Launches what a step brings from its hidden states; what it returns gives all that it found. `draws` waits for
+    the step, and gives tokens and the bits of their logprobs, [2, R]; `likeliest` is called then."""
     prompts = [(rows.spans, score_prompts(partial(unembed, params), hidden_TD, rows)) for rows in step.prompts]
     hidden_HD = None
     if step.hidden_H is not None:

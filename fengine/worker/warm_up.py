@@ -13,10 +13,8 @@ from fengine.worker.step_input import StepInput
 
 
 def warm_step(tokens: int, sizes: Sizes) -> StepInput:
-    """A harmless step for warm-up: rows of token 0 that write to the null page and see one key each.
-
-    With "S" in `sizes` every token has an adapter, whatever lies in its slot.
-    """
+    """A harmless step for warm-up: rows of token 0 that write to the null page and see one key each. With "S" in
+    `sizes` every token has an adapter, whatever lies in its slot."""
     rows = sizes["R"]
     per_row = np.full(rows, tokens // rows, np.int32)
     per_row[: tokens % rows] += 1

@@ -45,10 +45,8 @@ def error_of(told: tuple[str, str]) -> FengineError:
 
 
 def progress(state: RequestState, sent: dict[str, Any]) -> dict[str, Any]:
-    """What has not been sent before, in the order in which it is to be taken. The loop may write meanwhile.
-
-    Modifies: sent, by name: how many entries, or which value.
-    """
+    """What has not been sent before, in the order in which it is to be taken. The loop may write meanwhile. Modifies:
+    sent, by name: how many entries, or which value."""
     request, done, tokens = state.request, state.done, state.request.num_output
     counts = {"logprobs": tokens, "output_top": len(state.output_top), "output_ids": len(state.output_ids)}
     told: dict[str, Any] = {}

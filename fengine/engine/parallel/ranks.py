@@ -43,10 +43,8 @@ from fengine.worker.step_input import StepInput
 
 
 class Ranks:
-    """The other ranks, as rank 0 sees them: it starts them, tells them of every step, watches and ends them.
-
-    A watcher of the loop's steps, and the runner of its own part of them.
-    """
+    """The other ranks, as rank 0 sees them: it starts them, tells them of every step, watches and ends them. A watcher
+    of the loop's steps, and the runner of its own part of them."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Starts the processes, which begin to load. Errors: ConfigError."""

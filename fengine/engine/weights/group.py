@@ -101,9 +101,7 @@ def buffers(
     dtypes: Any, shapes: Any, count: int, device: torch.device, flat: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(what to receive, the tensors it holds): one tensor each, or with `flat` one that holds them one after another.
-
-    Errors: InvalidRequestError.
-    """
+    Errors: InvalidRequestError."""
     kinds = _checked(dtypes, shapes, count, flat)
     try:
         if not flat:

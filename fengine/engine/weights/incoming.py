@@ -72,11 +72,9 @@ def pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
 
 
 def unflattened(buckets: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of SGLang's flattened buckets: {"flattened_tensor", "metadata"} or objects of these attributes.
-
-    A flat tensor holds bytes (uint8), or elements of one dtype; metadata says name, shape and dtype of each tensor, in
-    order. Errors: InvalidRequestError; UnsupportedFeatureError for serialized buckets, which are pickles.
-    """
+    """The tensors of SGLang's flattened buckets: {"flattened_tensor", "metadata"} or objects of these attributes. A
+    flat tensor holds bytes (uint8), or elements of one dtype; metadata says name, shape and dtype of each tensor, in
+    order. Errors: InvalidRequestError; UnsupportedFeatureError for serialized buckets, which are pickles."""
     found: list[tuple[str, Tensor]] = []
     for bucket in buckets if isinstance(buckets, (list, tuple)) else [buckets]:
         if isinstance(bucket, SERIALIZED):
@@ -128,10 +126,8 @@ def check(
     spec: ModelSpec, places: dict[str, Place], fused: dict[str, tuple[str, ...]],
     tensors: Iterable[tuple[str, Tensor]], seen: set[str],
 ) -> list[Change]:  # fmt: skip
-    """What the tensors change, in the live dtypes. Errors: InvalidRequestError with every problem, one a line.
-
-    `seen` are names that came before in the same update. A tied output head is returned too: see `settle_head`.
-    """
+    """What the tensors change, in the live dtypes. Errors: InvalidRequestError with every problem, one a line. `seen`
+    are names that came before in the same update. A tied output head is returned too: see `settle_head`."""
     problems: list[str] = []
     changes: list[Change] = []
     names, rename = set(seen), models.lookup(spec.architecture).rename
@@ -207,10 +203,7 @@ def finite(tensor: Tensor) -> bool:
 
 def settle_head(spec: ModelSpec, changes: list[Change], live: Callable[[], Tensor | None]) -> list[Change]:
     """The changes without a tied output head, which must be the embedding that will be in force: a new one, or what
-    `live` gives. Pure.
-
-    Errors: InvalidRequestError, and those of `live`.
-    """
+    `live` gives. Pure. Errors: InvalidRequestError, and those of `live`."""
     heads = [change.tensor for change in changes if spec.tie_embeddings and change.name == HEAD]
     if not heads:
         return changes
@@ -228,11 +221,9 @@ def settle_head(spec: ModelSpec, changes: list[Change], live: Callable[[], Tenso
 def read_directory(
     directory: Path, told: ModelSpec, spec: ModelSpec, names: Collection[str]
 ) -> list[tuple[str, Tensor]]:  # fmt: skip
-    """All tensors of a checkpoint of the model that runs, `names` among them, in CPU memory.
-
-    `told` is what the running model's own config.json said; the directory's must say the same. Errors: ModelLoadError
-    and its kinds; a file that changes meanwhile is one.
-    """
+    """All tensors of a checkpoint of the model that runs, `names` among them, in CPU memory. `told` is what the running
+    model's own config.json said; the directory's must say the same. Errors: ModelLoadError and its kinds; a file that
+    changes meanwhile is one."""
     found = read_spec(directory)
     if found != told:
         differ = [

@@ -21,10 +21,8 @@ def save_weights(
     updates: WeightUpdates, model_dir: Path, overrides: str, path: Any, pattern: Any = None, max_size: Any = None
 ) -> Path:
     """Writes every tensor under its checkpoint name, in shards of at most `max_size` bytes. Returns the folder.
-
-    `pattern` names a shard by `part` (and `rank`, which is 0). One shard at a time is in CPU memory.
-    Errors: InvalidRequestError, StorageError, MemoryReleasedError, EngineClosedError, EngineDeadError.
-    """
+    `pattern` names a shard by `part` (and `rank`, which is 0). One shard at a time is in CPU memory. Errors:
+    InvalidRequestError, StorageError, MemoryReleasedError, EngineClosedError, EngineDeadError."""
     updates.live.refuse_few_bits("saved")
     folder, most = _checked_folder(path), SHARD_BYTES if max_size is None else max_size
     if type(most) is not int or most < 1:

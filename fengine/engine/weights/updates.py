@@ -57,11 +57,9 @@ class Session:
 
 
 class WeightUpdates:
-    """Modifies: itself, and in the loop's thread the live weights.
-
-    Updates answer with an UpdateResult. They raise only what says nothing about the weights: InvalidRequestError for a
-    malformed call, UnsupportedFeatureError, EngineClosedError, EngineDeadError.
-    """
+    """Modifies: itself, and in the loop's thread the live weights. Updates answer with an UpdateResult. They raise only
+    what says nothing about the weights: InvalidRequestError for a malformed call, UnsupportedFeatureError,
+    EngineClosedError, EngineDeadError."""
 
     def __init__(self, live: LiveWeights, core: EngineCore, ranks: Ranks | None = None) -> None:
         self.live, self.core, self.ranks = live, core, ranks
@@ -146,9 +144,7 @@ class WeightUpdates:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """One update at a time. A logit processor, called by the loop, must not wait: who is ahead waits for the loop.
-
-        Errors: EngineBusyError.
-        """
+        Errors: EngineBusyError."""
         in_loop = self.core.owns_thread()
         if not self._lock.acquire(blocking=not in_loop):
             raise EngineBusyError("another weight update waits for this very step: update the weights from outside it")
@@ -215,10 +211,8 @@ class WeightUpdates:
     # -- what the weights are ------------------------------------------------------------------------------------------
 
     def read(self, name: Any, rows: Any) -> list[Any] | None:
-        """The first `rows` rows of a tensor as nested lists of floats; None for a name that the model has not.
-
-        Errors: InvalidRequestError, MemoryReleasedError, EngineClosedError.
-        """
+        """The first `rows` rows of a tensor as nested lists of floats; None for a name that the model has not. Errors:
+        InvalidRequestError, MemoryReleasedError, EngineClosedError."""
         if not isinstance(name, str):
             raise InvalidRequestError(f"name must be the name of a tensor, got {name!r:.80}.")
         if type(rows) is not int or rows < 0:
@@ -255,10 +249,8 @@ class WeightUpdates:
     def _replace(
         self, attached: tuple[list[Change], Origin | None], names: Sequence[str], version: str | None
     ) -> int:  # fmt: skip
-        """Forgets what the old weights computed, then writes. Returns how many requests go on with the new.
-
-        Errors: MemoryReleasedError.
-        """
+        """Forgets what the old weights computed, then writes. Returns how many requests go on with the new. Errors:
+        MemoryReleasedError."""
         changes, origin = attached
         if (reason := self.core.refusal("weights")) is not None:
             raise MemoryReleasedError(reason)

@@ -79,9 +79,7 @@ def reported(error: FengineError) -> int:
 def each(runs: Sequence[Path], work: Callable[[Path], int], recover: Callable[[], None] = lambda: None) -> int:
     """`work` on every run, and the worst of its exit codes. An error of one of several is told and stops no other; at
     the end it is said which ones did not end well. `recover` is called after an error. An interruption stops it all.
-
-    Errors: those of `work`, if there is one run only.
-    """
+    Errors: those of `work`, if there is one run only."""
     codes: dict[str, int] = {}
     for one in runs:
         try:
@@ -107,10 +105,8 @@ def parse(
     overrides: bool = False,
 ) -> Arguments:
     """Sorts words. `options` maps a key to what reads its value (ValueError: its text says what is allowed). With
-    `overrides`, other key=value words are kept as they are. A word with "=" that is a path is a place.
-
-    Errors: ConfigError for an unknown word, with the nearest known one; for a key given twice.
-    """
+    `overrides`, other key=value words are kept as they are. A word with "=" that is a path is a place. Errors:
+    ConfigError for an unknown word, with the nearest known one; for a key given twice."""
     known, places, read, others = options or {}, [], dict[str, Any](), []
     for word in argv:
         key, sign, value = word.partition("=")

@@ -39,10 +39,8 @@ MAX_POINTS = 1000
 
 
 def parse(argv: Sequence[str], schema: Schema | None = None) -> Namespace:
-    """Hydra's flags and overrides, as their writer means them. `schema`: whose keys an unknown flag may mean.
-
-    Errors: ConfigError.
-    """
+    """Hydra's flags and overrides, as their writer means them. `schema`: whose keys an unknown flag may mean. Errors:
+    ConfigError."""
     program, keys = ("fengine", []) if schema is None else (schema.program, guard.leaves(schema.keys))
     parser = get_args_parser()
     parser.prog = program

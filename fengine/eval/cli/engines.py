@@ -57,9 +57,7 @@ def devices() -> dict[str, Any]:
 
 def transformers_model(engine: Any) -> Callable[[list[list[int]], int], None]:
     """What draws tokens of an engine's checkpoint greedily with Transformers, for prompts of one length. Imports torch.
-
-    Errors: whatever Transformers raises.
-    """
+    Errors: whatever Transformers raises."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -104,11 +102,9 @@ class EngineCache:
         return self._engine is not None and self._config == config
 
     def get(self, config: EngineConfig) -> Any:
-        """The engine of `config`; one of another config is closed first, to free its memory.
-
-        While it is open the collector is spared what is there by then: torch and its kind are 200,000 objects or more,
-        and a full collection, which may come between any two steps, would go through them for 0.1 to 0.4 s.
-        """
+        """The engine of `config`; one of another config is closed first, to free its memory. While it is open the
+        collector is spared what is there by then: torch and its kind are 200,000 objects or more, and a full
+        collection, which may come between any two steps, would go through them for 0.1 to 0.4 s."""
         if not self.holds(config):
             gc.unfreeze()
             self.close()

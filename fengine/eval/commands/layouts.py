@@ -108,11 +108,9 @@ class LayoutKind:
 
 
 def layout(name: str, base: EngineConfig, sizes: Sizes) -> Layout:
-    """One of LAYOUTS for a run with the engine `base`. Pure.
-
-    The first two share the run's engine. The others run uncompiled, since what a compiler makes of the step is one more
-    thing that bits may not depend on, and to compile each of them would take longer than to run it.
-    """
+    """One of LAYOUTS for a run with the engine `base`. Pure. The first two share the run's engine. The others run
+    uncompiled, since what a compiler makes of the step is one more thing that bits may not depend on, and to compile
+    each of them would take longer than to run it."""
     changes = LAYOUTS[name].changes
     wanted = {} if changes is None else {"compile.enabled": False} | changes(base, sizes)
     config, settings = base, {}

@@ -94,10 +94,8 @@ def work(argv: Sequence[str]) -> int:
 
 
 def fitting(shards: Sequence[Shard]) -> list[Shard]:
-    """The shards in their order, if they are all of one run and each is there once. Pure.
-
-    Errors: ResumeMismatchError that names what differs; InputFileError that names what is missing or there twice.
-    """
+    """The shards in their order, if they are all of one run and each is there once. Pure. Errors: ResumeMismatchError
+    that names what differs; InputFileError that names what is missing or there twice."""
     first, places = shards[0], {}
     for shard in shards:
         if shard.count != first.count:
@@ -120,11 +118,8 @@ def fitting(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def merge(folder: RunFolder, shards: Sequence[Shard]) -> dict[str, Any]:
-    """Writes the run of `shards` (those of `fitting`) into `folder`; returns metrics.json's content.
-
-    Where the same merge was interrupted, it goes on; where it has been done, nothing is.
-    Errors: ResumeMismatchError, StorageError.
-    """
+    """Writes the run of `shards` (those of `fitting`) into `folder`; returns metrics.json's content. Where the same
+    merge was interrupted, it goes on; where it has been done, nothing is. Errors: ResumeMismatchError, StorageError."""
     identity, record = shards[0].whole(), folder.read(MANIFEST)
     parts = [
         {"shard": s.name, "folder": str(s.folder), "outputs_sha256": s.manifest["result"]["outputs_sha256"]}

@@ -113,11 +113,9 @@ def _edited(sampling: dict[str, Any]) -> bool:
 async def _read_again(
     asker: Asker, ask: Ask, answer: Record, sampling: dict[str, Any]
 ) -> tuple[list[int], list[float], int] | None:
-    """(ids, logprobs, the place in the answer from which on they are). None if the context has no room.
-
-    At temperature 0 and 1 the logprobs of drawn tokens are those of the plain distribution, which reading gives too. At
-    another one the first half of the answer is read behind the prompt, and the rest is drawn again from there.
-    """
+    """(ids, logprobs, the place in the answer from which on they are). None if the context has no room. At temperature
+    0 and 1 the logprobs of drawn tokens are those of the plain distribution, which reading gives too. At another one
+    the first half of the answer is read behind the prompt, and the rest is drawn again from there."""
     prompt, ids = asker.ids_of(ask.prompt), answer["output_ids"]
     if sampling["temperature"] in (0, 1):
         whole = [*prompt, *ids][: asker.max_input]

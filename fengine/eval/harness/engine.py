@@ -21,10 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def open_engine(model: str | Engine, harness: str, settings: dict[str, Any]) -> Engine:
-    """A new engine with these fields of ServerArgs; or `model` itself, which then takes no settings.
-
-    Errors: UnknownParameterError, ConfigError, ModelLoadError and kinds, UnsupportedFeatureError (no text comes of it).
-    """
+    """A new engine with these fields of ServerArgs; or `model` itself, which then takes no settings. Errors:
+    UnknownParameterError, ConfigError, ModelLoadError and kinds, UnsupportedFeatureError (no text comes of it)."""
     if isinstance(model, Engine):
         if settings:
             raise ConfigError(f"{', '.join(settings)} cannot be set on an engine that runs already")
@@ -48,9 +46,7 @@ def refuse_without_text(engine: Engine, harness: str) -> None:
 
 def engine_facts(engine: Engine) -> dict[str, Any]:
     """Under lm-eval's names: size, dtype, revision and a digest of the weights' files; and what else bits depend on.
-
-    Reads the checkpoint's files once; their digests are kept. Errors: StorageError.
-    """
+    Reads the checkpoint's files once; their digests are kept. Errors: StorageError."""
     info, digests = engine.get_model_info(), file_digests(model_directory(engine.config.model))
     weights = {name: digest for name, digest in digests.items() if name.endswith(".safetensors")}
     return {
@@ -131,10 +127,8 @@ class Texts:
 
     def chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
         """A chat as text; without a generation prompt its last message is left open, for the model to go on with it.
-        Where the template refuses a system message, it is left out, with a warning.
-
-        Errors: InvalidRequestError (no template), UnknownParameterError, ChatTemplateError.
-        """
+        Where the template refuses a system message, it is left out, with a warning. Errors: InvalidRequestError (no
+        template), UnknownParameterError, ChatTemplateError."""
         try:
             return self._rendered(messages, add_generation_prompt)
         except ChatTemplateError:

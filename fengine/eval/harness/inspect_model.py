@@ -61,10 +61,8 @@ NAME_ONLY = "__model_info_lookup__"  # inspect-ai's api_key of a provider that i
 class FengineAPI(ModelAPI):
     """Model arguments (`-M name=value`): `use_chat_template=false` gives the text of a single user message to the model
     as it is; `chat_template_args` are variables of the template (`enable_thinking`, too); the rest are the arguments of
-    `fengine.Engine` (`context_length`, `random_seed`, `chat_template` …).
-
-    Errors at construction: ConfigError, UnknownParameterError, ModelLoadError and kinds, UnsupportedFeatureError.
-    """
+    `fengine.Engine` (`context_length`, `random_seed`, `chat_template` …). Errors at construction: ConfigError,
+    UnknownParameterError, ModelLoadError and kinds, UnsupportedFeatureError."""
 
     def __init__(
         self,
@@ -141,10 +139,8 @@ class FengineAPI(ModelAPI):
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput:
-        """One call. A prompt that the context does not hold ends with the stop reason model_length.
-
-        Errors: InvalidRequestError and kinds, UnsupportedFeatureError; AbortedError.
-        """
+        """One call. A prompt that the context does not hold ends with the stop reason model_length. Errors:
+        InvalidRequestError and kinds, UnsupportedFeatureError; AbortedError."""
         sampling, form = sampling_of(config), self._tool_form(tools, tool_choice)
         try:
             ids = self._prompt(input, tools if form else [], config)

@@ -25,11 +25,9 @@ OFF = {  # values with which a field says nothing
 
 
 def sampling_of(config: Any) -> dict[str, Any]:
-    """The sampling parameters of a call, without its length. Pure.
-
-    `extra_body` holds more of them, such as min_p, beside `chat_template_kwargs`. Errors: UnsupportedFeatureError for
-    fields that would change the output and are not built, all at once; InvalidRequestError.
-    """
+    """The sampling parameters of a call, without its length. Pure. `extra_body` holds more of them, such as min_p,
+    beside `chat_template_kwargs`. Errors: UnsupportedFeatureError for fields that would change the output and are not
+    built, all at once; InvalidRequestError."""
     given = {name: value for name in type(config).model_fields if (value := getattr(config, name)) is not None}
     bad = [
         f"{name}={value!r:.80}"
@@ -98,10 +96,8 @@ def _parts(message: Any, where: str) -> tuple[str, list[str]]:
 
 
 def raw_prompt(messages: Sequence[Any]) -> str | list[int]:
-    """The text of a single user message as it is, or the ids that its metadata["prompt_token_ids"] holds. Pure.
-
-    Errors: InvalidRequestError, UnsupportedFeatureError.
-    """
+    """The text of a single user message as it is, or the ids that its metadata["prompt_token_ids"] holds. Pure. Errors:
+    InvalidRequestError, UnsupportedFeatureError."""
     if len(messages) != 1 or messages[0].role != "user":
         raise InvalidRequestError(
             "use_chat_template=false takes a single user message, such as Sample(input='text') gives, not "

@@ -42,11 +42,9 @@ class Generation:
 
 
 def generation_of(gen_kwargs: Any, eos: str | None, default_max: int) -> Generation:
-    """The arguments of one request, checked as far as no engine is needed for it. Pure.
-
-    Without `do_sample`, a temperature above 0 means sampling; with `do_sample=False` it is greedy whatever is said.
-    Errors: InvalidRequestError, UnsupportedFeatureError.
-    """
+    """The arguments of one request, checked as far as no engine is needed for it. Pure. Without `do_sample`, a
+    temperature above 0 means sampling; with `do_sample=False` it is greedy whatever is said. Errors:
+    InvalidRequestError, UnsupportedFeatureError."""
     if not isinstance(gen_kwargs, dict):
         raise InvalidRequestError(f"generation arguments must be a dict, got {type(gen_kwargs).__name__}")
     given = {key: value for key, value in gen_kwargs.items() if value is not None}
@@ -87,10 +85,8 @@ def _until(texts: list[Any], eos: str | None) -> tuple[str, ...]:
 
 def seeds(requests: Sequence[tuple[str, Any]], run_seed: int) -> Iterator[int]:
     """A seed for each (context, generation arguments): a function of both, of the run's seed, and of how many equal
-    requests stand before it. So it depends on no batch, no order of tasks and no cache. Pure.
-
-    A `seed` among the arguments is the first one's own, and the others' derive from it.
-    """
+    requests stand before it. So it depends on no batch, no order of tasks and no cache. Pure. A `seed` among the
+    arguments is the first one's own, and the others' derive from it."""
     seen: Counter[str] = Counter()
     for context, gen_kwargs in requests:
         text = json.dumps([context, gen_kwargs], sort_keys=True, default=str)
@@ -145,11 +141,9 @@ class PromptRead:
 
 
 def plan(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], window: int) -> tuple[list[PromptRead], int]:
-    """The reads that score each (context, continuation), in order, and how many contexts were cut from the left.
-
-    At most `window` tokens are fed, as lm-eval's own backend for transformers does. A continuation of no tokens needs
-    no read. Pure. Errors: InvalidRequestError (no context, a continuation that the window does not hold).
-    """
+    """The reads that score each (context, continuation), in order, and how many contexts were cut from the left. At
+    most `window` tokens are fed, as lm-eval's own backend for transformers does. A continuation of no tokens needs no
+    read. Pure. Errors: InvalidRequestError (no context, a continuation that the window does not hold)."""
     reads: dict[tuple[int, ...], PromptRead] = {}
     cut = 0
     for index, (context, continuation) in enumerate(pairs):
@@ -182,10 +176,8 @@ def arguments(reads: Sequence[PromptRead]) -> dict[str, Any]:
 
 
 def scores(read: PromptRead, meta: dict[str, Any]) -> Iterator[tuple[int, tuple[float, bool]]]:
-    """(index, (sum of the continuation's logprobs, whether greedy decoding gives it)) of a read's `meta_info`. Pure.
-
-    A sum goes left to right in float64, so that it has the same bits in whatever company it was read.
-    """
+    """(index, (sum of the continuation's logprobs, whether greedy decoding gives it)) of a read's `meta_info`. Pure. A
+    sum goes left to right in float64, so that it has the same bits in whatever company it was read."""
     inside = [logprob for logprob, _, _ in meta["input_token_logprobs"][1:]]
     likeliest = [top[0][1] for top in meta.get("input_top_logprobs", [])[1:]]
     behind = {token: logprob for logprob, token, _ in meta["output_token_ids_logprobs"][0]}

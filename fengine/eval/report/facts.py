@@ -115,10 +115,8 @@ def object_in(path: Path, notes: list[str] | None = None) -> dict[str, Any] | No
 
 
 def script_json(value: Any) -> str:
-    """JSON for a `<script type="application/json">`, which encodes to UTF-8 whatever texts it holds. Pure.
-
-    Errors: ValueError for NaN and infinities.
-    """
+    """JSON for a `<script type="application/json">`, which encodes to UTF-8 whatever texts it holds. Pure. Errors:
+    ValueError for NaN and infinities."""
     return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", _json(value))
 
 

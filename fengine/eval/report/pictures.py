@@ -18,7 +18,6 @@ MOST_PIXELS = 1 << 26
 
 def add_thumbnails(found: list[dict[str, Any]], records: Records, budget: int) -> None:
     """Gives rows `img`, the data URLs of their pictures that are still what they were, of about `budget` bytes in all.
-
     Modifies: found. Errors: StorageError."""
     config, origin = mapping(records.identity.get("config")), mapping(records.manifest.get("origin"))
     column, decoder = str(config.get("task.images") or ""), Decoder(MOST_PIXELS)

@@ -188,9 +188,7 @@ def _columns(record: dict[str, Any], texts: set[str], cap: int | None) -> list[l
 
 def _answer(answer: dict[str, Any], prompts: list[Any], cap: int | None) -> dict[str, Any]:
     """p place of its prompt, t text, k token ids, l logprobs, f finish, seed, kind, m tokens in all, top pairs.
-
-    Modifies: prompts.
-    """
+    Modifies: prompts."""
     prompt, ids = answer.get("prompt", ""), answer["output_ids"]
     if prompt not in prompts:
         prompts.append(prompt)

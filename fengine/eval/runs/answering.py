@@ -40,10 +40,8 @@ def given_sampling(config: RunConfig | EvalConfig) -> dict[str, Any]:
 
 def sampling_of(config: EvalConfig, ask: Ask, row_id: str, sample: int) -> dict[str, Any]:
     """The sampling parameters of one ask: the run's, the ask's over them, and the seed; a judge's are its own. Pure.
-
     Defaults are left to the engine where it has its own: max_new_tokens, which it then fits to the context, and what
-    the model recommends. Another value is a demand.
-    """
+    the model recommends. Another value is a demand."""
     params = ask.sampling.copy() if ask.kind == "judge" else given_sampling(config) | ask.sampling
     if params.get("sampling_seed") is None:
         plain = config.task.format is Format.prompts  # as Engine(random_seed=seed) does
@@ -75,10 +73,8 @@ class Asker:
     async def ask(
         self, ask: Ask, sampling: dict[str, Any], watcher: Watcher | None = None
     ) -> tuple[Answer, list[dict[str, Any]]]:
-        """The answer, and the `meta_info` of the calls that it took; `watcher` gets a text as it grows.
-
-        Errors: those of `Engine.async_generate`.
-        """
+        """The answer, and the `meta_info` of the calls that it took; `watcher` gets a text as it grows. Errors: those
+        of `Engine.async_generate`."""
         if ask.kind in DRAWN:
             return await self._generate(ask, sampling, watcher)
         if ask.continuation is None:
@@ -196,9 +192,8 @@ async def answer_row(
     watcher: Watcher | None = None,
 ) -> tuple[Record, bytes]:
     """The row's record, asked and scored, and its line; `watcher` gets the first answer's text while it grows.
-
-    Modifies: metas, to the `meta_info` of every call. Errors: those of the engine, and whatever the task makes of it.
-    """
+    Modifies: metas, to the `meta_info` of every call. Errors: those of the engine, and whatever the task makes of
+    it."""
     asks, answers, seeds, scored = list[Ask](), list[Answer](), list[int](), list[Answer]()
     wanted = task.asks(row)
     for again in (True, False):  # what is asked, then what is asked about the answers

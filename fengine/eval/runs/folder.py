@@ -81,11 +81,9 @@ def sync_names(folder: Path) -> None:
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
-    """The folder at `path`, made if missing and locked until `close` or the death of the process.
-
-    The lock is the kernel's (flock on the file `lock`), so a file that a killed run left behind locks nothing; its text
-    is for the message that tells who holds it. As a context manager it closes at the end.
-    """
+    """The folder at `path`, made if missing and locked until `close` or the death of the process. The lock is the
+    kernel's (flock on the file `lock`), so a file that a killed run left behind locks nothing; its text is for the
+    message that tells who holds it. As a context manager it closes at the end."""
 
     record, word = MANIFEST, "run"  # the file by which one knows such a folder
 
@@ -145,9 +143,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def write_several(self, files: Mapping[str, Content], *, durable: bool = True) -> None:
         """Whole files, which get their names one after another; with `durable` they also outlive a power failure.
-
-        Errors: StorageError.
-        """
+        Errors: StorageError."""
         with self.writing():
             for name, content in files.items():
                 _write(self.path / f".{name}.tmp", content, durable)

@@ -149,11 +149,9 @@ def _add(damage: list[Damage], new: Damage) -> None:
 def reopen(
     folder: RunFolder, rows: RowIndex, identity: str, note: Callable[[str], None], warn: Callable[[str], None]
 ) -> RowTable:
-    """What the journal holds, once it holds nothing but good lines; a new one if there is none.
-
-    A torn tail is cut off. Of a damaged journal a copy is kept, the good lines are saved, and `warn` is told what was
-    lost. Errors: ResumeMismatchError if it is another run's; StorageError.
-    """
+    """What the journal holds, once it holds nothing but good lines; a new one if there is none. A torn tail is cut off.
+    Of a damaged journal a copy is kept, the good lines are saved, and `warn` is told what was lost. Errors:
+    ResumeMismatchError if it is another run's; StorageError."""
     path = folder.path / JOURNAL
     if not path.exists() or path.is_file() and path.stat().st_size == 0:
         folder.write(JOURNAL, header(identity))

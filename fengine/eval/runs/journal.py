@@ -155,10 +155,8 @@ class Journal(AbstractContextManager["Journal"]):
         return self.extend([line])[0]
 
     def extend(self, lines: Sequence[bytes]) -> list[int]:
-        """Writes lines by one `write`, and returns their offsets.
-
-        Errors: StorageError, and then those that are whole in the file are kept, of the others nothing.
-        """
+        """Writes lines by one `write`, and returns their offsets. Errors: StorageError, and then those that are whole
+        in the file are kept, of the others nothing."""
         if self._failed is not None:
             raise self._failed
         ends = list(accumulate(map(len, lines), initial=self.size))

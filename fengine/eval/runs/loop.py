@@ -91,10 +91,8 @@ class Loop:
         self.reasons: set[str] = set()  # of failures, as long as no row was good
 
     async def run(self) -> None:
-        """Computes what the table lacks. Interrupted, it journals what has finished, and says so.
-
-        Errors: EngineDeadError, EngineClosedError, StorageError; InputFileError if the input is not what was indexed.
-        """
+        """Computes what the table lacks. Interrupted, it journals what has finished, and says so. Errors:
+        EngineDeadError, EngineClosedError, StorageError; InputFileError if the input is not what was indexed."""
         with self.view.job(), self._terminating(), self.in_order:
             ticker = asyncio.create_task(self._tick())
             try:

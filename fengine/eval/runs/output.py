@@ -140,9 +140,7 @@ async def answer_request(
     respond: Callable[..., Any], seed: int, row: Row, metas: list[dict[str, Any]], watcher: Watcher | None = None
 ) -> tuple[Record, bytes]:
     """A batch row's record with the server's response, and its line. The seed derives from `seed` and the row's id.
-
-    Modifies: metas, to the `meta_info` of every output. Errors: those of an engine that has failed.
-    """
+    Modifies: metas, to the `meta_info` of every output. Errors: those of an engine that has failed."""
     record: Record = {"id": row.id, "data": row.data}
     try:
         body, outputs = await respond(row.data, row_seed(seed, row.id, 0))
@@ -156,10 +154,8 @@ async def answer_request(
 
 
 class InOrder(AbstractContextManager["InOrder"]):
-    """The rows in the order of the input, as far as all before them are there: shown, and exported.
-
-    They are read back from the journal, so that a row that takes long makes nothing wait in memory.
-    """
+    """The rows in the order of the input, as far as all before them are there: shown, and exported. They are read back
+    from the journal, so that a row that takes long makes nothing wait in memory."""
 
     def __init__(self, rows: RowTable, journal: Path, export: Export | None, show: int, view: QuietView) -> None:
         self.table, self.export, self.show, self.view = rows, export, show, view

@@ -60,10 +60,8 @@ def local_directory(path: str) -> Path | None:
 
 
 def model_digests(config: ModelConfig) -> dict[str, Any]:
-    """File → SHA-256: weights, config, tokenizer, chat template. A hub id stands for itself with its revision.
-
-    Errors: StorageError.
-    """
+    """File → SHA-256: weights, config, tokenizer, chat template. A hub id stands for itself with its revision. Errors:
+    StorageError."""
     parts = {"files": config.path, "tokenizer_files": config.tokenizer_path}
     found = {part: local_directory(path) for part, path in parts.items() if path is not None}
     files = {part: file_digests(directory) for part, directory in found.items() if directory is not None}
@@ -178,9 +176,7 @@ def _git(root: Path, *words: str) -> bytes | None:
 @functools.cache  # they are read from some hundred files
 def packages() -> dict[str, tuple[str, str]]:
     """What is installed: name and version, by normalised name. Where one is there twice it is the one that is imported.
-
-    Only the head of a file is parsed: behind it there are pages of description.
-    """
+    Only the head of a file is parsed: behind it there are pages of description."""
     found: dict[str, tuple[str, str]] = {}
     for one in distributions():
         head = (one.read_text("METADATA") or one.read_text("PKG-INFO") or "").partition("\n\n")[0]

@@ -47,10 +47,8 @@ def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int
 
 
 def line_of(record: Record) -> bytes:
-    """A record as files have it: JSON, keys in their order, in UTF-8; escaped where a text holds lone surrogates.
-
-    Pure. Errors: ValueError, TypeError for what is no JSON.
-    """
+    """A record as files have it: JSON, keys in their order, in UTF-8; escaped where a text holds lone surrogates. Pure.
+    Errors: ValueError, TypeError for what is no JSON."""
     try:
         return _PLAIN.encode(record).encode()
     except UnicodeEncodeError:
@@ -155,10 +153,8 @@ def read_metrics(folder: RunFolder, manifest: dict[str, Any]) -> dict[str, Any] 
 
 
 def finish(folder: RunFolder, manifest: dict[str, Any], table: RowTable, task: Task) -> dict[str, Any]:
-    """Writes outputs, timings and metrics, then the result into the manifest; returns metrics.json's content.
-
-    Every row must be known. Modifies: manifest. Errors: StorageError.
-    """
+    """Writes outputs, timings and metrics, then the result into the manifest; returns metrics.json's content. Every row
+    must be known. Modifies: manifest. Errors: StorageError."""
     with folder.writing():
         sums = _write_rows(folder, table)
         with (folder.path / f".{OUTPUTS}.tmp").open("rb", buffering=1 << 20) as file:

@@ -30,9 +30,7 @@ MAX_ROWS = 1 << 32
 
 def runs_of(path: Path) -> list[Path]:
     """The folders of the runs at `path`: itself, that of an output file, or those of a sweep's points in their order.
-
-    Errors: StorageError if it is neither.
-    """
+    Errors: StorageError if it is neither."""
     if (path / MANIFEST).is_file():
         return [path]
     beside = path.with_name(f"{path.name}.run")  # an output file of prompts has its run there
@@ -72,11 +70,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class Records(AbstractContextManager["Records"]):
-    """The records of one run, in input order. As a context manager it closes its files.
-
-    `rows` is how many the run has to have, `len` how many are there; `keys` are 64 bits of the SHA-256 of their ids.
-    `vouched`: outputs.jsonl is the very file that the manifest tells. `damaged`: a file holds what no run has written.
-    """
+    """The records of one run, in input order. As a context manager it closes its files. `rows` is how many the run has
+    to have, `len` how many are there; `keys` are 64 bits of the SHA-256 of their ids. `vouched`: outputs.jsonl is the
+    very file that the manifest tells. `damaged`: a file holds what no run has written."""
 
     def __init__(self, folder: Path) -> None:
         """Errors: StorageError if it is no run's folder or has no records; ResumeMismatchError."""

@@ -50,10 +50,8 @@ def run_point(
     export: Export | None = None,
 ) -> Ended:
     """All that can be refused is refused before a model is loaded. `base` is what a relative `task.data` is under;
-    None: as the point's overrides have it. `export`: the output file of a run of prompts.
-
-    Errors: FengineError, with nothing computed; what the journal holds stays good.
-    """
+    None: as the point's overrides have it. `export`: the output file of a run of prompts. Errors: FengineError, with
+    nothing computed; what the journal holds stays good."""
     config: EvalConfig = point.config
     if base is None:
         base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))

@@ -229,9 +229,7 @@ def run_sweep(
     alone: Callable[[Point], int],
 ) -> int:
     """Returns the worst exit code of the points. `alone` is `run` for a process of its own, and is pickled by name.
-
-    Errors: ConfigError, ResumeMismatchError, StorageError, with nothing computed.
-    """
+    Errors: ConfigError, ResumeMismatchError, StorageError, with nothing computed."""
     points = {number: job for number, job in enumerate(jobs) if isinstance(job, Point)}
     first = next(iter(points.values()))
     own_places = schema.one_file and first.config.out is not None  # their files lie where they were asked for

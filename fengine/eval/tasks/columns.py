@@ -45,10 +45,7 @@ def problem(row: Row, what: str) -> InputFileError:
 
 def column(name: str, row: Row) -> Any:
     """The value of a column; `a.b` reaches into an object, `a.0` into a list, where there is no column of that very
-    name. Pure.
-
-    Errors: InputFileError if there is none, or if it is null.
-    """
+    name. Pure. Errors: InputFileError if there is none, or if it is null."""
     value: Any = row.data
     for part in [name] if name in row.data else name.split("."):
         if isinstance(value, list):
@@ -118,10 +115,8 @@ def digest_of(item: str, data: bytes) -> str:
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any] | str]:
-    """One dict a row, or what is wrong with it.
-
-    Errors, at once: MissingExtraError without pyarrow, InputFileError for what is no parquet file.
-    """
+    """One dict a row, or what is wrong with it. Errors, at once: MissingExtraError without pyarrow, InputFileError for
+    what is no parquet file."""
     try:
         from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -144,9 +139,7 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any] | str]:
 
 def read_dataset(name: str, subset: str | None, split: str) -> Iterator[dict[str, Any] | str]:
     """One dict a row, or what is wrong with it; streamed from a directory or the hub. A dataset's code is never run.
-
-    Errors, at once: MissingExtraError without datasets, InputFileError for what cannot be opened.
-    """
+    Errors, at once: MissingExtraError without datasets, InputFileError for what cannot be opened."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -212,10 +212,8 @@ class GenerateTask(_Task):
 
 @dataclass(frozen=True)
 class ChoiceTask(_Task):
-    """The loglikelihood of every choice after the prompt; `acc` and `acc_norm` of `scoring.choice_scores`.
-
-    The reference is the right choice's text, or its index from 0.
-    """
+    """The loglikelihood of every choice after the prompt; `acc` and `acc_norm` of `scoring.choice_scores`. The
+    reference is the right choice's text, or its index from 0."""
 
     def asks(self, row: Row) -> list[Ask]:
         self._right(row)

@@ -95,9 +95,7 @@ _FUZZY = re.compile(r"(?<!\\)\{(\s*\d+\s*<=?)?\s*[deis]\s*(<=?\s*\d+\s*)?[},:+]"
 
 class Extractor:
     """What a regular expression of Python's syntax finds in an answer, in bounded time whatever the pattern. Immutable.
-
-    The library `regex` searches, as `re` would, and gives up after MAX_SECONDS.
-    """
+    The library `regex` searches, as `re` would, and gives up after MAX_SECONDS."""
 
     def __init__(self, pattern: str) -> None:
         """Errors: InvalidRequestError (no regular expression, too long)."""

@@ -43,10 +43,8 @@ class Line(NamedTuple):
 
 def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     """The rows of a task in the order of the data, at most `config.limit`. `base` is what a relative path is under.
-
     Errors, before the first row: InputFileError (no file, unreadable, empty, another format), UnsupportedFeatureError
-    (parquet or a Hugging Face dataset without the library); while reading: InputFileError if the file has changed.
-    """
+    (parquet or a Hugging Face dataset without the library); while reading: InputFileError if the file has changed."""
     if config.prompts is not None:
         return _rows(map(_inline, range(len(config.prompts)), config.prompts), "row", config)
     assert config.data is not None

@@ -26,9 +26,7 @@ NAN = float("nan")
 
 def mean(values: Iterable[float | bool]) -> Metric:
     """The mean and its standard error s/√n, s² with n - 1 in its denominator; of booleans that is √(p(1-p)/(n-1)).
-
-    Pure. Without values the mean is nan; with a single one the standard error is.
-    """
+    Pure. Without values the mean is nan; with a single one the standard error is."""
     numbers = array("d", values)
     n = len(numbers)
     if n == 0:
@@ -72,10 +70,8 @@ def means(scores: Iterable[Scores]) -> dict[str, Metric]:
 
 
 class Blocks:
-    """Rows of numbers, summed up in at most MAX_BLOCKS blocks of as many neighbours each, whatever their count.
-
-    Memory does not grow with the rows. Modifies: itself, by `add`.
-    """
+    """Rows of numbers, summed up in at most MAX_BLOCKS blocks of as many neighbours each, whatever their count. Memory
+    does not grow with the rows. Modifies: itself, by `add`."""
 
     def __init__(self, width: int) -> None:
         self.sums = [array("d") for _ in range(width)]

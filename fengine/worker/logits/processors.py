@@ -79,9 +79,7 @@ def _call(chunk: Chunk) -> Call:
 
 def processed(call: Call, row_1V: Tensor) -> Tensor:
     """What the function makes of a copy of the row, checked; banned ids are -inf for it and for what it returns.
-
-    Errors: LogitProcessorError, and whatever the function raises.
-    """
+    Errors: LogitProcessorError, and whatever the function raises."""
     if not bool(row_1V.isfinite().all()):
         return row_1V  # the model's fault, and `draw` will say so
     shown_1V = torch.where(row_1V <= -BAN, -torch.inf, row_1V)
