@@ -14,18 +14,7 @@ from fengine.errors import ConfigError
 from fengine.eval.cli import command
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended
 from fengine.eval.cli.schema import keys_of
-from fengine.eval.commands import (
-    bench,
-    chat,
-    diff,
-    evaluate,
-    inform,
-    lm_eval,
-    merge,
-    rerun,
-    serve,
-    verify,
-)
+from fengine.eval.commands import bench, chat, diff, evaluate, inform, lm_eval, merge, rerun, serve, verify
 from fengine.eval.runs.config import EVAL, RUN
 
 __all__ = ["FAILED", "INTERRUPTED", "OK", "TERMINATED", "USAGE", "main"]

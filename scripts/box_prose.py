@@ -10,17 +10,7 @@ from random import Random
 from box_facts import CAPITAL, CITIES, COUNTRIES, HOBBIES, JOBS, PEOPLE, WELL_KNOWN
 from box_skills import capital_allowed
 from box_stories import article, story, subject, theme
-from box_topics import (
-    AI_MORE,
-    AI_OPEN,
-    ANIMALS,
-    HOWTOS,
-    JOKES,
-    MISC,
-    PRESIDENT_MORE,
-    PRESIDENT_OPEN,
-    TOPICS,
-)
+from box_topics import AI_MORE, AI_OPEN, ANIMALS, HOWTOS, JOKES, MISC, PRESIDENT_MORE, PRESIDENT_OPEN, TOPICS
 
 Segments = list[tuple[str, bool]]
 

@@ -13,13 +13,7 @@ from fengine.api.sessions import Turn
 from fengine.api.streams import OutputCollector, Stream
 from fengine.core.request import Adapter
 from fengine.engine.request_state import RequestState
-from fengine.errors import (
-    EngineClosedError,
-    EngineDeadError,
-    InvalidRequestError,
-    MemoryReleasedError,
-    SessionError,
-)
+from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, MemoryReleasedError, SessionError
 
 
 class Gone(BaseException):

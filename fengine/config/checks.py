@@ -139,9 +139,7 @@ def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
     if device == "cuda" and config.model.gpu_id:
         device = f"cuda:{config.model.gpu_id}"
     return replace(
-        config,
-        model=replace(config.model, device=device),
-        **_resolved(config, gpu=device.startswith("cuda")),
+        config, model=replace(config.model, device=device), **_resolved(config, gpu=device.startswith("cuda"))
     )
 
 

@@ -18,10 +18,7 @@ MAX_BIASES = 1024
 MAX_BIAS = 1e30  # a finite float32
 MAX_DEPTH, MAX_BITS = 32, 4096  # nesting of what is like JSON; of its whole numbers
 # Known to SGLang's users but not built. A value that means "off" is accepted, anything else is refused by name.
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "beam_width": (None, 1),
-    "watermark": (None,),
-}
+NOT_BUILT: dict[str, tuple[Any, ...]] = {"beam_width": (None, 1), "watermark": (None,)}
 
 
 def _texts(name: str, value: Any, vocab_size: int | None = None) -> tuple[str, ...]:

@@ -38,12 +38,7 @@ from fengine.models.kv_state import KVState
 from fengine.models.spec import ModelSpec
 from fengine.ops.compiler import private_cache_dir
 from fengine.ops.proof import sources_digest
-from fengine.worker.device import (
-    current_device,
-    detect_hardware,
-    device_of,
-    refuse_default_device,
-)
+from fengine.worker.device import current_device, detect_hardware, device_of, refuse_default_device
 from fengine.worker.images import image_rows
 from fengine.worker.kv_pool import PoolSize, pool_bytes
 from fengine.worker.process_group import check_parts, dock_of, group_of, process_group

@@ -21,10 +21,7 @@ from fengine.models.spec import ModelSpec
 from fengine.ops.columns import Group
 from fengine.worker.cuda_runner import CudaRunner
 from fengine.worker.cuda_start import prepare
-from fengine.worker.device import (
-    device_of,
-    refuse_unbuilt_shape,
-)
+from fengine.worker.device import device_of, refuse_unbuilt_shape
 from fengine.worker.images import ImageInputs, letters_of
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import PoolSize, new_pool, pool_size, windows_of

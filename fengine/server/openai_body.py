@@ -53,10 +53,7 @@ OF_CHATS: Fields = SHARED | CHAT | {
     "echo": flag("The last message before the text, if it is the assistant's."),
     "add_special_tokens": flag("The tokenizer adds its special tokens, too, to what the template has written."),
 }  # fmt: skip
-REFUSED = {
-    "use_beam_search": "beam search",
-    "prompt_embeds": "embeddings in place of tokens",
-}
+REFUSED = {"use_beam_search": "beam search", "prompt_embeds": "embeddings in place of tokens"}
 REFUSED_COMPLETIONS = REFUSED | {"suffix": "text behind the completion"}
 REFUSED_CHATS = REFUSED | {
     "audio": "audio",

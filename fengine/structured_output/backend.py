@@ -17,13 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fengine.errors import (
-    EngineClosedError,
-    FengineError,
-    GrammarError,
-    MissingExtraError,
-    UnsupportedFeatureError,
-)
+from fengine.errors import EngineClosedError, FengineError, GrammarError, MissingExtraError, UnsupportedFeatureError
 from fengine.structured_output import ebnf, masks, regex, schema, structural_tag
 from fengine.structured_output.masks import Cursor, checked
 from fengine.structured_output.schema import SURROGATE, Whitespace

@@ -13,16 +13,7 @@ from fengine.ops import edges
 from fengine.ops.edit_logits import words
 from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs
 from fengine.worker.fields import ADAPTERS, IMAGES, INPUTS, Arrays, Field, Sizes, StaticBuffers
-from fengine.worker.logits.logprobs import (
-    ASKED,
-    MOST_ASKED,
-    TOPS,
-    Likeliest,
-    put,
-    rounded_top,
-    scores_of,
-    to_host,
-)
+from fengine.worker.logits.logprobs import ASKED, MOST_ASKED, TOPS, Likeliest, put, rounded_top, scores_of, to_host
 from fengine.worker.logits.structured import StructuredOutput
 from fengine.worker.step import Drawn, ForwardFn, Result, SampleFn, UnembedFn, batch_of, read_out, sample_rows
 from fengine.worker.step_input import LogitsStage, StepInput

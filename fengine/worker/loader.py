@@ -16,12 +16,7 @@ from torch import Tensor
 
 from fengine import models
 from fengine.config import Dtype, LoadFormat
-from fengine.errors import (
-    ConfigError,
-    OutOfMemoryError,
-    UnsupportedArchitectureError,
-    UnsupportedFormatError,
-)
+from fengine.errors import ConfigError, OutOfMemoryError, UnsupportedArchitectureError, UnsupportedFormatError
 from fengine.models.kv_state import Params
 from fengine.models.quantization import read_quantization
 from fengine.models.rope import rope_tables

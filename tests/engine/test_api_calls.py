@@ -15,13 +15,7 @@ from checksum import checksum_engine, expected
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.server_args import ServerArgs
-from fengine.errors import (
-    EngineClosedError,
-    EngineDeadError,
-    InvalidRequestError,
-    OutOfMemoryError,
-    QueueFullError,
-)
+from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, OutOfMemoryError, QueueFullError
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
 

@@ -151,10 +151,7 @@ def test_hidden_states_full_and_last() -> None:
     joined = torch.cat([state.unsqueeze(0) if state.ndim == 1 else state for state in hidden])
     assert joined.tolist() == [[2 * i, 2 * i + 1] for i in range(5)]
     assert shown(made(SamplingParams(hidden="last"), hidden=states))["meta_info"]["hidden_states"] == [8, 9]
-    assert shown(made(SamplingParams(hidden="last"), 1, hidden=states[:1]))["meta_info"]["hidden_states"] == [
-        4,
-        5,
-    ]
+    assert shown(made(SamplingParams(hidden="last"), 1, hidden=states[:1]))["meta_info"]["hidden_states"] == [4, 5]
     seen = shown(made(SamplingParams(hidden="full"), hidden=states), RequestOutput("", 2))["meta_info"]["hidden_states"]
     assert len(seen) == 2
     assert "hidden_states" not in shown(full())["meta_info"]

@@ -63,8 +63,7 @@ def test_anchors_on_every_short_text(pattern: str) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(
-    st.from_regex(r"(\[\^?[ab]\]|[abx.]|\((?:a|b|ab)\|(?:x|a)\)|\\[dw])([*+?]|\{[0-2],[2-4]\})?", fullmatch=True),
-    texts,
+    st.from_regex(r"(\[\^?[ab]\]|[abx.]|\((?:a|b|ab)\|(?:x|a)\)|\\[dw])([*+?]|\{[0-2],[2-4]\})?", fullmatch=True), texts
 )
 def test_small_patterns_agree_with_re(pattern: str, text: str) -> None:
     if re.search(pattern, ""):

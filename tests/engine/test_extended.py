@@ -375,12 +375,7 @@ def test_a_prompt_preempted_between_its_chunks_is_recorded_once(
     checkpoint: Path, overlap: bool, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of one token: rows that decode soon need those that a long prompt has taken."""
-    wanted = [
-        Params(logprob_start=0, top_logprobs=2),
-        Params(pool="mean"),
-        Params(hidden="full"),
-        Params(pool="cls"),
-    ]
+    wanted = [Params(logprob_start=0, top_logprobs=2), Params(pool="mean"), Params(hidden="full"), Params(pool="cls")]
     early = [Ask(prompt(2, seed=i), new=20) for i in range(3)]
     late = [Ask(prompt(26 + i, seed=9 + i), e, 0 if e.pool else 5) for i, e in enumerate(wanted)]
     with running(checkpoint, cached=False) as found:
@@ -565,10 +560,7 @@ def test_warm_up_changes_nothing() -> None:
 
 def test_nothing_depends_on_torchs_default_dtype(parts: Parts) -> None:
     """It is the whole process's, and callers set it."""
-    asks = [
-        Ask(prompt(30), Params(logprob_start=0, top_logprobs=2), new=4),
-        Ask(prompt(9), Params(pool="mean"), new=0),
-    ]
+    asks = [Ask(prompt(30), Params(logprob_start=0, top_logprobs=2), new=4), Ask(prompt(9), Params(pool="mean"), new=0)]
     before = [outcome(request) for ask in asks for request in run(parts, [ask])]
     for dtype in (torch.float64, torch.bfloat16):
         torch.set_default_dtype(dtype)

@@ -372,8 +372,7 @@ def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatc
 
 @kernel_test
 @pytest.mark.parametrize(
-    ("tokens", "k", "widths", "padded", "ranks"),
-    [(1, 70, (5,), 16, [3]), (19, 4500, (40, 17, 33), 48, [16, 0, 48, 7])],
+    ("tokens", "k", "widths", "padded", "ranks"), [(1, 70, (5,), 16, [3]), (19, 4500, (40, 17, 33), 48, [16, 0, 48, 7])]
 )
 def test_lora(dtype: torch.dtype, tokens: int, k: int, widths: tuple[int, ...], padded: int, ranks: list[int]):
     y, x, stack, token, start = lora_case(tokens, k, widths, padded, ranks, swapped=False)

@@ -37,12 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2": FOUR,
     "gemma3": FOUR,
     "olmo2": FOUR,
-    "cohere": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "use_qk_norm": True,
-        "tie_word_embeddings": True,
-    },
+    "cohere": {"num_attention_heads": 8, "num_key_value_heads": 4, "use_qk_norm": True, "tie_word_embeddings": True},
     "starcoder2": {"num_attention_heads": 8, "num_key_value_heads": 4},
     "hunyuan_v1_dense": FOUR,
     "qwen2_moe": FOUR

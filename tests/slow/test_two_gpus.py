@@ -9,10 +9,7 @@ import torch
 
 from fengine.api.engine import Engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 PROMPTS = ["Once upon a time", "2 + 3 =", "The capital of France is", "Sort: 3 1 2 ->"] * 4
 PLAIN = {"max_new_tokens": 24, "sampling_seed": 3}
 ASKED: list[dict[str, Any]] = [

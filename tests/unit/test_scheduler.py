@@ -157,9 +157,7 @@ def test_the_oracle_sees_a_stale_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks of the books: the slots alone tell."""
     monkeypatch.setattr(simulation, "check_scheduler", lambda scheduler: None)
     monkeypatch.setattr(
-        PrefixCache,
-        "_path",
-        lambda self, ids, n, salts, at=0: iter([(i,) for i in range(at, n // self.page_size)]),
+        PrefixCache, "_path", lambda self, ids, n, salts, at=0: iter([(i,) for i in range(at, n // self.page_size)])
     )
     with pytest.raises(AssertionError, match="wrong slot"):
         for seed in range(20):

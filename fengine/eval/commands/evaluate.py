@@ -26,16 +26,7 @@ from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import BadPoint, Point, Schema
 from fengine.eval.cli.view import place
 from fengine.eval.runs import manifest
-from fengine.eval.runs.config import (
-    EVAL,
-    RUN,
-    EvalConfig,
-    RunConfig,
-    SamplingConfig,
-    View,
-    check_judge,
-    evaluation_of,
-)
+from fengine.eval.runs.config import EVAL, RUN, EvalConfig, RunConfig, SamplingConfig, View, check_judge, evaluation_of
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import index_rows
 from fengine.eval.runs.output import BatchExport, Export

@@ -184,12 +184,7 @@ class Asker:
 
 
 async def answer_row(
-    asker: Asker,
-    config: EvalConfig,
-    task: Task,
-    row: Row,
-    metas: list[dict[str, Any]],
-    watcher: Watcher | None = None,
+    asker: Asker, config: EvalConfig, task: Task, row: Row, metas: list[dict[str, Any]], watcher: Watcher | None = None
 ) -> tuple[Record, bytes]:
     """The row's record, asked and scored, and its line; `watcher` gets the first answer's text while it grows.
     Modifies: metas, to the `meta_info` of every call. Errors: those of the engine, and whatever the task makes of

@@ -144,11 +144,7 @@ def json_scores(text: str, reference: Any) -> dict[str, float | bool | str]:
         return {"valid_json": False, "fields": 0.0, "json_match": False}
     found, wanted = dict(_leaves(value)), dict(_leaves(reference))
     same = sum(path in found and _same(found[path], leaf) for path, leaf in wanted.items())
-    return {
-        "valid_json": True,
-        "fields": same / len(wanted),
-        "json_match": same == len(wanted) == len(found),
-    }
+    return {"valid_json": True, "fields": same / len(wanted), "json_match": same == len(wanted) == len(found)}
 
 
 def _leaves(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
@@ -182,11 +178,7 @@ def choice_scores(sums: Sequence[float], choices: Sequence[str], right: int) -> 
     length in characters; `picked`: the choice of `acc`. Of equals the first is taken. Pure."""
     per_length = [value / len(choice) for value, choice in zip(sums, choices, strict=True)]
     picked = sums.index(max(sums))
-    return {
-        "acc": picked == right,
-        "acc_norm": per_length.index(max(per_length)) == right,
-        "picked": choices[picked],
-    }
+    return {"acc": picked == right, "acc_norm": per_length.index(max(per_length)) == right, "picked": choices[picked]}
 
 
 # -- perplexity --------------------------------------------------------------------------------------------------------

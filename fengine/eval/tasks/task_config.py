@@ -94,12 +94,7 @@ class TaskConfig:
 
 def check(config: TaskConfig) -> list[str]:
     """Every problem that can be seen without reading the data, one line each. Pure."""
-    problems = {
-        **_data(config),
-        **_kind(config),
-        **_shots(config),
-        **_bounds(config),
-    }
+    problems = {**_data(config), **_kind(config), **_shots(config), **_bounds(config)}
     found = [problem for problem, holds in problems.items() if holds] + judge.check(config.judge)
     try:
         Extractor(config.extract or "")
