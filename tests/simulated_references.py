@@ -268,13 +268,13 @@ class CheckedImages(ImageRows):
             raise InvariantError("the embeddings of an image go before those of one used longer ago")
         return entered
 
-    def plan(self, candidates: Any, waiting: Any, whole: bool, encodes: Any) -> None:
-        before, candidates = len(encodes), list(candidates)
+    def plan(self, candidates: Any, waiting: Any, whole: bool) -> None:
+        before, candidates = sum(encode.image.patches for encode in self.planned), list(candidates)
         first = next((r for r in candidates if r.images and not self.ready(r.rid)), None)
         together = self._of(first.images) if whole and first is not None else 0
-        super().plan(candidates, waiting, whole, encodes)
-        patches = [encode.image.patches for encode in encodes[before:]]
-        if sum(patches) > max(self.budget, *patches[:1], together) and len(patches) > 1:
+        super().plan(candidates, waiting, whole)
+        patches = [encode.image.patches for encode in self.planned]
+        if sum(patches) > max(self.budget, *patches[:1], before + together) and len(patches) > 1:
             raise InvariantError(f"images of {patches} patches are encoded at once, more than {self.budget}")
         self._check_stop(candidates, list(waiting), self.budget - sum(patches))
 

@@ -12,7 +12,7 @@ from heapq import nsmallest
 from itertools import islice, takewhile
 
 from fengine.config import Policy
-from fengine.core.images import Encode, ImageRows, uncut
+from fengine.core.images import ImageRows, uncut
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Request
 from fengine.core.running import Rows
@@ -96,7 +96,6 @@ class Admission:
         """`whole_prompts`: each takes one step. `images`: of a model that takes images."""
         self.rows, self.waiting, self.images, self.whole_prompts = rows, waiting, images, whole_prompts
         self.blocked = False  # the next to admit found too few pages, and nothing has changed since
-        self.encodes: list[Encode] = []  # of images, planned for the next step
 
     def admit(self, output: SchedulerOutput, left: int) -> None:
         """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
@@ -104,7 +103,7 @@ class Admission:
             return
         if self.images is not None:
             candidates = self.waiting.candidates(self.rows.num_free)
-            self.images.plan(candidates, self.waiting.requests(), not self.rows.num_running, self.encodes)
+            self.images.plan(candidates, self.waiting.requests(), not self.rows.num_running)
         for request in self._admissible():
             if not left or (self.whole_prompts and len(request.token_ids) > left):
                 return

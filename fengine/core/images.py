@@ -88,7 +88,7 @@ class HasImages(Protocol):
 class _Entry:
     rows: list[int]
     users: int = 0  # requests that have entered
-    encoded: bool = False  # or planned for a step that comes before any that reads it
+    encoded: bool = False  # or planned, in a step that comes before any that reads it
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +98,7 @@ class ImageRows:
     capacity: int
     budget: int
     num_encoded: int = 0
+    planned: list[Encode] = field(default_factory=list)  # for the next step
     _free: list[int] = field(default_factory=list)
     _entries: "OrderedDict[bytes, _Entry]" = field(default_factory=OrderedDict)  # those used longest ago first
     _holders: dict[str, list[bytes]] = field(default_factory=dict)  # by rid, the keys of its images
@@ -137,19 +138,10 @@ class ImageRows:
         images = {span.image.key: span.image for span in spans}
         return [image for key, image in images.items() if not self._entries[key].encoded]
 
-    def encode(self, image: Image) -> Encode:
-        """Plans an image that lacks for the next step."""
-        entry = self._entries[image.key]
-        entry.encoded = True
-        self.num_encoded += 1
-        return Encode(image, entry.rows)
-
-    def plan(
-        self, candidates: Iterable["HasImages"], waiting: Iterable["HasImages"], whole: bool, encodes: list[Encode]
-    ) -> None:
-        """Adds to `encodes` what to encode before a step for requests that may be admitted soon: up to the budget, or
+    def plan(self, candidates: Iterable["HasImages"], waiting: Iterable["HasImages"], whole: bool) -> None:
+        """Adds to `planned` what to encode before a step for requests that may be admitted soon: up to the budget, or
         one image; with `whole` all of one request."""
-        left, served = self.budget, set[str]()
+        served = set[str]()
         for request in candidates:
             served.add(request.rid)
             if not request.images or self.ready(request.rid):
@@ -161,25 +153,38 @@ class ImageRows:
                 if not self.enter(request.rid, request.images):
                     return
             for image in self.lacking(request.images):
-                if encodes and left < image.patches and not whole:
+                patches = image.patches + sum(encode.image.patches for encode in self.planned)
+                if self.planned and patches > self.budget and not whole:
                     return
-                encodes.append(self.encode(image))
-                left -= image.patches
+                entry = self._entries[image.key]
+                entry.encoded = True
+                self.planned.append(Encode(image, entry.rows))
             whole = False
+
+    def hand_out(self) -> list[Encode]:
+        """What a step is to encode first."""
+        planned, self.planned = self.planned, []
+        self.num_encoded += len(planned)
+        return planned
 
     def placed(self, spans: Iterable[ImageSpan]) -> tuple[Placed, ...]:
         """Where the embeddings of a request that has entered lie. Pure."""
         return tuple(Placed(start, self._entries[image.key].rows) for start, image in spans)
 
     def leave(self, rid: str) -> None:
-        """The request has ended, or gives its rows up; what is encoded stays while there is room."""
+        """The request has ended, or gives its rows up; what is encoded stays while there is room, and what is planned
+        for it alone is not encoded."""
         for key in self._holders.pop(rid, ()):
             entry = self._entries[key]
             entry.users -= 1
+            if not entry.users and any(encode.image.key == key for encode in self.planned):
+                self.planned = [encode for encode in self.planned if encode.image.key != key]
+                entry.encoded = False
             self._entries.move_to_end(key, last=entry.encoded)
 
     def forget(self) -> None:
         """Every embedding: the weights have changed, and nothing runs."""
+        self.planned.clear()
         self._entries.clear()
         self._holders.clear()
         self.__post_init__()

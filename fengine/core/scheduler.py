@@ -106,7 +106,6 @@ class Scheduler:
             self._leave(request)
         if self.images is not None:
             self.images.forget()
-            self._admission.encodes.clear()
         return len(running)
 
     def flush_cache(self) -> None:
@@ -129,7 +128,7 @@ class Scheduler:
             self._admission.admit(output, left)
         if not output.requests:
             return None
-        output.encodes, self._admission.encodes = self._admission.encodes, []
+        output.encodes = [] if self.images is None else self.images.hand_out()
         if self.speculation and not any(before.guessed for before in self._in_flight):  # it is not read yet
             schedule_drafts(output, self._rows, self.speculation)
         self._steps_scheduled += 1

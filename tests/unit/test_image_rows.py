@@ -84,6 +84,20 @@ def test_an_image_is_encoded_once_and_others_drive_it_out() -> None:
     assert [one.key for step in world.encoded for one in step] == [b"1", b"2", b"3", b"1"]
 
 
+def test_what_was_planned_for_one_who_left_is_not_encoded() -> None:
+    rows, one, other = ImageRows(capacity=4, budget=100), request("one", [image(1)]), request("other", [image(2)])
+    rows.plan([one], [one], whole=False)
+    rows.leave("one")
+    rows.plan([other], [other], whole=False)  # it takes the rows, in the same step
+    assert [encode.image.key for encode in rows.hand_out()] == [b"2"] and rows.num_encoded == 1
+    rows.leave("other")
+    rows.plan([one], [one], whole=False)
+    assert rows.ready("one") and [encode.image.key for encode in rows.hand_out()] == [b"1"]
+    rows.leave("one")
+    rows.plan([one], [one], whole=False)  # encoded, so it stays
+    assert rows.ready("one") and not rows.hand_out()
+
+
 def test_decoding_rows_wait_for_one_budget_at_most() -> None:
     """64 images come at once: every step until the last is encoded computes the decoding row, and few patches."""
     world = World(capacity=1000, budget=25, pages=2000)
