@@ -1,8 +1,6 @@
-"""fengine: an LLM inference engine that is functional and exact. `from fengine import Engine`.
-
-Names are loaded on first use (PEP 562), so that `import fengine` and the command line's `--help` need no torch.
-`__init__.pyi` tells type checkers what they are.
-"""
+"""fengine: an LLM inference engine that is functional and exact. `from fengine import Engine`. Names are loaded on
+first use (PEP 562), so that `import fengine` and the command line's `--help` need no torch. `__init__.pyi` tells type
+checkers what they are."""
 
 from fengine.compat import find_moved, install_as_sglang, moved_names
 

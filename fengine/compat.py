@@ -1,8 +1,6 @@
-"""Names under which modules can be imported besides their own: where they lay before, and where SGLang has them.
-
-A module found under another name is the very module, not a copy. `import fengine` makes fengine's former paths and
-`fengine.srt.…` known; `install_as_sglang()` makes `sglang` mean fengine in this process, and nothing else does.
-"""
+"""Names under which modules can be imported besides their own: where they lay before, and where SGLang has them. A
+module found under another name is the very module, not a copy. `import fengine` makes fengine's former paths and
+`fengine.srt.…` known; `install_as_sglang()` makes `sglang` mean fengine in this process, and nothing else does."""
 
 import importlib
 import sys

@@ -1,8 +1,6 @@
-"""Every error that fengine raises on purpose. Plain Python, imports nothing.
-
-A message names the parameter, the value it had, the limit, and what to do about it. Errors about a call are raised in
-the caller's thread before any work is queued, so nothing is lost and no other request is touched.
-"""
+"""Every error that fengine raises on purpose. Plain Python, imports nothing. A message names the parameter, the value
+it had, the limit, and what to do about it. Errors about a call are raised in the caller's thread before any work is
+queued, so nothing is lost and no other request is touched."""
 
 
 class FengineError(Exception):

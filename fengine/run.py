@@ -1,8 +1,6 @@
-"""The command line: `fengine ...`, `python -m fengine.run ...`, and commands such as `fengine eval`.
-
-No torch is imported before the first job starts: `eval/cli/engines.py` is the one place that does.
-Exit codes: 0 ok, 1 rows failed or the engine died, 2 usage or configuration, 130 interrupted, 143 terminated.
-"""
+"""The command line: `fengine ...`, `python -m fengine.run ...`, and commands such as `fengine eval`. No torch is
+imported before the first job starts: `eval/cli/engines.py` is the one place that does. Exit codes: 0 ok, 1 rows failed
+or the engine died, 2 usage or configuration, 130 interrupted, 143 terminated."""
 
 import os
 import sys

@@ -1,8 +1,6 @@
-"""`encode` and `rerank`: a prompt's pooled hidden state, or what the checkpoint's head makes of it.
-
-A pooled request is an ordinary one that draws nothing: it shares batches and cached prefixes with its neighbours, and
-its vector has the same bits in any of them.
-"""
+"""`encode` and `rerank`: a prompt's pooled hidden state, or what the checkpoint's head makes of it. A pooled request is
+an ordinary one that draws nothing: it shares batches and cached prefixes with its neighbours, and its vector has the
+same bits in any of them."""
 
 import asyncio
 from collections.abc import Sequence

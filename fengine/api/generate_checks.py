@@ -1,7 +1,5 @@
-"""Arguments of a call that most calls leave out: how they are checked, and split into one for each prompt.
-
-Errors: InvalidRequestError, UnsupportedFeatureError.
-"""
+"""Arguments of a call that most calls leave out: how they are checked, and split into one for each prompt. Errors:
+InvalidRequestError, UnsupportedFeatureError."""
 
 import warnings
 from collections import Counter

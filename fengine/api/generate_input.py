@@ -1,7 +1,5 @@
 """`GenerateReqInput`: the arguments of one `generate` call as one value, and how it splits into one for each prompt.
-
-`split_batch` looks at shapes and not at the model: scalars hold for all prompts, lists have one entry for each.
-"""
+`split_batch` looks at shapes and not at the model: scalars hold for all prompts, lists have one entry for each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

@@ -1,7 +1,5 @@
-"""From `GenerateReqInput` to requests: normalised, tokenized, checked against model and settings; all or none.
-
-Nothing is queued here. Every error names value, limit and remedy; those of several prompts are told together.
-"""
+"""From `GenerateReqInput` to requests: normalised, tokenized, checked against model and settings; all or none. Nothing
+is queued here. Every error names value, limit and remedy; those of several prompts are told together."""
 
 import warnings
 from collections.abc import Hashable, Sequence

@@ -1,7 +1,5 @@
 """SGLang's records of requests, each the arguments of one call as one value: `GenerateReqInput` and `EncodeReqInput`.
-
-The others are what programs hand to `tokenizer_manager`, and the tools of `FunctionCallParser`.
-"""
+The others are what programs hand to `tokenizer_manager`, and the tools of `FunctionCallParser`."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,9 +1,6 @@
-"""SGLang's settings that fengine has not, and its ways to write those that it has.
-
-`sglang_args.json` holds names and defaults (0.5.23 and older releases) by the reason why they have no effect here:
-*harmless* ones are accepted whatever their value, *refused* ones only where they are off, which is their default, None
-or a value of `also_off`.
-"""
+"""SGLang's settings that fengine has not, and its ways to write those that it has. `sglang_args.json` holds names and
+defaults (0.5.23 and older releases) by the reason why they have no effect here: *harmless* ones are accepted whatever
+their value, *refused* ones only where they are off, which is their default, None or a value of `also_off`."""
 
 import json
 import logging

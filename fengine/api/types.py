@@ -1,8 +1,6 @@
-"""The dicts of SGLang's API as types: sampling parameters, options of a call, and what comes back.
-
-Nothing reads these at run time. A key that comes only on request is declared like the others, so that a program which
-asked for it may read it.
-"""
+"""The dicts of SGLang's API as types: sampling parameters, options of a call, and what comes back. Nothing reads these
+at run time. A key that comes only on request is declared like the others, so that a program which asked for it may read
+it."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict

@@ -1,8 +1,6 @@
-"""Frozen dataclasses that are the schema of every configuration.
-
-YAML files under `conf/` only select values. `Engine(...)` builds the same dataclasses without Hydra. No torch here.
-None means "auto" everywhere; `resolve` replaces it before anything is loaded.
-"""
+"""Frozen dataclasses that are the schema of every configuration. YAML files under `conf/` only select values.
+`Engine(...)` builds the same dataclasses without Hydra. No torch here. None means "auto" everywhere; `resolve` replaces
+it before anything is loaded."""
 
 from dataclasses import dataclass, field
 from enum import Enum

@@ -1,7 +1,5 @@
 """How parameters that are no numbers or flags are checked, by kind: (name, value, vocab_size) -> normal form. No torch.
-
-Errors: InvalidRequestError and its kinds.
-"""
+Errors: InvalidRequestError and its kinds."""
 
 import difflib
 import json

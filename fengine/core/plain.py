@@ -1,8 +1,6 @@
 """Values of the core as plain types (dict, list, str, numbers, bool, None) and back: what JSON or msgpack can carry.
-
 What is no value stays behind: a compiled grammar is named by its text, a logit processor by its registered name, an
-adapter by name and number of the load. `Handles` gives the receiver's own for them.
-"""
+adapter by name and number of the load. `Handles` gives the receiver's own for them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace

@@ -1,8 +1,6 @@
-"""`SamplingParams`: all that a request may ask for; `PARAMETERS`: the table of what callers name. No torch.
-
-Each parameter is declared once, beside its field. HTTP fields, the reader of OpenAI bodies, harness mappings, the Hydra
-schema and the documentation derive from the table.
-"""
+"""`SamplingParams`: all that a request may ask for; `PARAMETERS`: the table of what callers name. No torch. Each
+parameter is declared once, beside its field. HTTP fields, the reader of OpenAI bodies, harness mappings, the Hydra
+schema and the documentation derive from the table."""
 
 import math
 from dataclasses import dataclass, field, fields, replace

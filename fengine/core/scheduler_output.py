@@ -1,8 +1,6 @@
-"""`SchedulerOutput`: what one step computes, as plain data; `StepOutput`: what it found, on the host. No torch.
-
-A `SchedulerOutput` is all that a worker learns of requests. It keeps for each row slot what `new_rows` told, and the
-page table that `new_pages` adds up to, until the slot is released or given to another request.
-"""
+"""`SchedulerOutput`: what one step computes, as plain data; `StepOutput`: what it found, on the host. No torch. A
+`SchedulerOutput` is all that a worker learns of requests. It keeps for each row slot what `new_rows` told, and the page
+table that `new_pages` adds up to, until the slot is released or given to another request."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol

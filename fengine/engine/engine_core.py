@@ -1,7 +1,5 @@
 """`EngineCore`: the loop. One thread owns scheduler, KV state and runner; one makes text, one watches the two.
-
-Everything from outside enters through one inbox of commands, so no lock guards scheduler or state.
-"""
+Everything from outside enters through one inbox of commands, so no lock guards scheduler or state."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,8 +1,6 @@
 """`Profile`: torch's profiler over the loop's thread, and its trace as a file that Perfetto opens (ui.perfetto.dev).
-
 The profiler watches the thread that starts it, so it is started and stopped in the loop's thread, between two steps.
-While it is on, a watcher gives every step its name and sizes in the trace, and counts steps.
-"""
+While it is on, a watcher gives every step its name and sizes in the trace, and counts steps."""
 
 import os
 import tempfile

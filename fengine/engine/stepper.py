@@ -1,8 +1,6 @@
-"""`Stepper`: runs steps, and is the one owner of scheduler, KV state and runner. For the loop's thread alone.
-
-With overlap step n+1 is scheduled and launched before the result of step n is read (depth 1); without, each is read at
-once.
-"""
+"""`Stepper`: runs steps, and is the one owner of scheduler, KV state and runner. For the loop's thread alone. With
+overlap step n+1 is scheduled and launched before the result of step n is read (depth 1); without, each is read at
+once."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,6 @@
 """Cohere (Command R, R+) and Cohere 2 (Command R7B, Command A): attention and MLP side by side behind one layer norm
 without a bias; rotary embedding in pairs of neighbours, tied, scaled logits. The first may norm each head with a weight
-of its own; in the second most layers have a window, and those that see all have no rotary embedding.
-"""
+of its own; in the second most layers have a window, and those that see all have no rotary embedding."""
 
 from typing import Any
 

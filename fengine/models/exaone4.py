@@ -1,6 +1,5 @@
 """EXAONE 4: norms behind attention and MLP, a norm on every query and key head; the large one mixes layers with a
-window, which have rotary embedding, and layers that see all, which have none.
-"""
+window, which have rotary embedding, and layers that see all, which have none."""
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family

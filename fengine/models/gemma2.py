@@ -1,6 +1,5 @@
 """Gemma 2: norms before and behind attention and MLP, which multiply by 1 + weight; scaled embeddings, capped scores
-and logits, a window in every other layer.
-"""
+and logits, a window in every other layer."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,6 +1,5 @@
 """Gemma 3, text: Gemma 2 without the cap on scores, with norms on q and k, and windows in five of six layers, whose
-rotary embedding has a base of its own. In EmbeddingGemma all tokens see each other, through windows to both sides.
-"""
+rotary embedding has a base of its own. In EmbeddingGemma all tokens see each other, through windows to both sides."""
 
 from dataclasses import replace
 

@@ -1,6 +1,5 @@
 """GLM-4: half of each head turns, in pairs of neighbours; that of 2025 (0414) has norms before and behind attention and
-MLP, that of 2024 (glm-4-9b-chat-hf) before them.
-"""
+MLP, that of 2024 (glm-4-9b-chat-hf) before them."""
 
 from functools import partial
 

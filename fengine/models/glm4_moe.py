@@ -1,6 +1,5 @@
 """GLM-4.5 and its relatives: half of each head turns; behind dense layers come experts that a token chooses by sigmoid
-and a correction, and one expert that every token uses.
-"""
+and a correction, and one expert that every token uses."""
 
 from dataclasses import replace
 

@@ -1,6 +1,5 @@
 """gpt-oss, with weights in bfloat16: a sink in every head, a window in every other layer, biases, and experts whose
-gate and up are clamped.
-"""
+gate and up are clamped."""
 
 from dataclasses import replace
 

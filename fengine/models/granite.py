@@ -1,6 +1,5 @@
 """Granite 3: Llama's decoder whose embeddings, attention scores, residual additions and logits are scaled; dense, or
-with experts that renormalise, each kind of which is one tensor of the checkpoint.
-"""
+with experts that renormalise, each kind of which is one tensor of the checkpoint."""
 
 from dataclasses import replace
 

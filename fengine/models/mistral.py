@@ -1,6 +1,5 @@
 """Mistral, Ministral and Nemo: Llama's decoder, in older checkpoints with a sliding window in every layer; the class of
-Ministral has one in the layers that layer_types names.
-"""
+Ministral has one in the layers that layer_types names."""
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ

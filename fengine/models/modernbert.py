@@ -1,6 +1,5 @@
 """ModernBERT: an encoder with norms in front of attention and MLP, rotary embedding, gated MLPs and, in two of three
-layers, a window to both sides. Names are those of decoders; the norm of the embeddings is the first layer's.
-"""
+layers, a window to both sides. Names are those of decoders; the norm of the embeddings is the first layer's."""
 
 import re
 from functools import partial

@@ -1,6 +1,5 @@
 """OLMo 2 and 3: norms stand behind attention and MLP, not before; q and k are normed over all their heads at once. In
-OLMo 3 three of four layers have a window, and may have a rotary embedding of their own.
-"""
+OLMo 3 three of four layers have a window, and may have a rotary embedding of their own."""
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ

@@ -1,7 +1,6 @@
 """Phi-3, Phi-3.5 and Phi-4: Llama's decoder with q, k, v and gate, up joined in the checkpoint; long contexts by
 longrope, whose long factors hold for the whole of a context longer than that of pretraining; Phi-4-mini turns a part of
-each head.
-"""
+each head."""
 
 from functools import partial
 

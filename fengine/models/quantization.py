@@ -1,7 +1,5 @@
-"""What a `config.json` says about weights in few bits: the method, and of each module how it is stored. No torch.
-
-A module that is not listed as kept may still be stored whole; the checkpoint's tensors tell.
-"""
+"""What a `config.json` says about weights in few bits: the method, and of each module how it is stored. No torch. A
+module that is not listed as kept may still be stored whole; the checkpoint's tensors tell."""
 
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
-"""Gemma 3 with images: SigLIP's tower, whose patches are averaged in squares, normed and projected.
-
-In the decoder the tokens of an image see each other: each has the image's last as its last key.
-"""
+"""Gemma 3 with images: SigLIP's tower, whose patches are averaged in squares, normed and projected. In the decoder the
+tokens of an image see each other: each has the image's last as its last key."""
 
 from typing import Any
 

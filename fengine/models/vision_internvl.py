@@ -1,7 +1,5 @@
 """InternVL 3: tiles of an image and the whole, each through InternViT by itself; squares of patches are projected.
-
-InternViT is CLIP's tower with scales behind attention and MLP, and no norm in front.
-"""
+InternViT is CLIP's tower with scales behind attention and MLP, and no norm in front."""
 
 import re
 from dataclasses import dataclass

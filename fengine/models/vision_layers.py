@@ -1,7 +1,5 @@
 """What vision towers are made of, as functions. A tower takes one image at a time, so no bit of it depends on others.
-
-Weights of towers are declared here, too: Params["vision"] holds a tower's leaves, its layers under "layers".
-"""
+Weights of towers are declared here, too: Params["vision"] holds a tower's leaves, its layers under "layers"."""
 
 from functools import lru_cache
 from math import prod

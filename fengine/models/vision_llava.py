@@ -1,7 +1,5 @@
-"""LLaVA 1.5: CLIP's tower, a projector of two layers, and a decoder.
-
-patches -> CLIP's layers, one of the last given out without its class token -> linear, gelu, linear -> embeddings
-"""
+"""LLaVA 1.5: CLIP's tower, a projector of two layers, and a decoder. patches -> CLIP's layers, one of the last given
+out without its class token -> linear, gelu, linear -> embeddings"""
 
 from dataclasses import replace
 from typing import Any

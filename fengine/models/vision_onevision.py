@@ -1,8 +1,6 @@
 """LLaVA-OneVision: an image as a whole, and cut into tiles, each through SigLIP by itself; the tiles' patches are put
 together again, without what only pads them, fewer where they are too many, and each row ends in a learned embedding.
-
-whole, tiles -> SigLIP's layers -> linear, gelu, linear -> the whole's patches, then the tiles' row by row
-"""
+whole, tiles -> SigLIP's layers -> linear, gelu, linear -> the whole's patches, then the tiles' row by row"""
 
 import math
 import re

@@ -1,7 +1,5 @@
-"""The tower of Qwen2.5-VL and Qwen3-VL.
-
-patches -> linear -> blocks -> the four patches of a square as one -> linear, gelu, linear -> embeddings
-"""
+"""The tower of Qwen2.5-VL and Qwen3-VL. patches -> linear -> blocks -> the four patches of a square as one -> linear,
+gelu, linear -> embeddings"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

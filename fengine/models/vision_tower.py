@@ -1,7 +1,5 @@
-"""The tower of CLIP, SigLIP and InternViT, for images of one size.
-
-patches -> linear, a class token but for SigLIP, positions, with CLIP a norm -> layers -> given out
-"""
+"""The tower of CLIP, SigLIP and InternViT, for images of one size. patches -> linear, a class token but for SigLIP,
+positions, with CLIP a norm -> layers -> given out"""
 
 from typing import Any
 

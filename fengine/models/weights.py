@@ -1,7 +1,5 @@
-"""The leaves of Params as a family declares them: checkpoint names, shape letters, the axis that ranks cut.
-
-Loading, dummy weights, weight updates and LoRA work from these declarations alone.
-"""
+"""The leaves of Params as a family declares them: checkpoint names, shape letters, the axis that ranks cut. Loading,
+dummy weights, weight updates and LoRA work from these declarations alone."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple

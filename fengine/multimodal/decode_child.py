@@ -1,8 +1,6 @@
 """Decodes images in a process of its own, which a hostile file may take down. Run by `decoder.py`; imports no fengine.
-
-in:  8 bytes of length, the encoded image; again and again
-out: a line of JSON, {"size": [width, height]} or {"error": why}; behind a size width * height * 3 bytes of RGB
-"""
+in: 8 bytes of length, the encoded image; again and again out: a line of JSON, {"size": [width, height]} or {"error":
+why}; behind a size width * height * 3 bytes of RGB"""
 
 import io
 import json

@@ -1,7 +1,5 @@
-"""Reads an image from http(s): from named hosts, public addresses only, bounded in bytes and time.
-
-A name is resolved once and the connection goes to the address that was checked, at each redirect anew.
-"""
+"""Reads an image from http(s): from named hosts, public addresses only, bounded in bytes and time. A name is resolved
+once and the connection goes to the address that was checked, at each redirect anew."""
 
 import http.client
 import ipaddress

@@ -1,7 +1,5 @@
-"""`Images`: what a call gives as `image_data` becomes spans of placeholder tokens and what an encoder takes.
-
-Pixels go through transformers' own processor of the checkpoint, each image by itself, and then by what the family says.
-"""
+"""`Images`: what a call gives as `image_data` becomes spans of placeholder tokens and what an encoder takes. Pixels go
+through transformers' own processor of the checkpoint, each image by itself, and then by what the family says."""
 
 import hashlib
 import os

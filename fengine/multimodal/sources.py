@@ -1,7 +1,5 @@
 """`image_data` in every form to pixels: paths, bytes, base64, data URLs, PIL, arrays, file://, and http(s) if allowed.
-
-Whatever is wrong with one names its index; nothing of the call is queued then.
-"""
+Whatever is wrong with one names its index; nothing of the call is queued then."""
 
 import base64
 import binascii

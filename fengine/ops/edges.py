@@ -1,8 +1,6 @@
 """The two edges of a step: which tokens enter it, which rows leave it, and how what was drawn is handed on. No sums.
-
 Where a step is a chain of short kernels, what stands between the last of one step and the first of the next counts:
-each of these is one small kernel on CUDA, launched as the kernels beside it are.
-"""
+each of these is one small kernel on CUDA, launched as the kernels beside it are."""
 # pyright: reportInvalidTypeForm=false
 
 import torch

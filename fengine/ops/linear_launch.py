@@ -1,7 +1,5 @@
-"""How linear.py's products run on CUDA: which schedules are tried, in which order, and which is proved.
-
-The order is found on an H200, by sizes alone, and a matter of speed only; what is used was proved equal to REFERENCE.
-"""
+"""How linear.py's products run on CUDA: which schedules are tried, in which order, and which is proved. The order is
+found on an H200, by sizes alone, and a matter of speed only; what is used was proved equal to REFERENCE."""
 
 from typing import NamedTuple
 

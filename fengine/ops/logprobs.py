@@ -1,9 +1,6 @@
-"""Log-probabilities of given ids, and the likeliest ids, of rows of logits.
-
-logprob = z - log(sum of exp z), z = logits / temperature, by the reduction tree of `draw` (see sampling.py): the
-logprob of the id that `draw` drew has the bits that `draw` returned. A row with a non-finite logit gives NaN, and a
-banned id (see edit_logits.py) -inf.
-"""
+"""Log-probabilities of given ids, and the likeliest ids, of rows of logits. logprob = z - log(sum of exp z), z = logits
+/ temperature, by the reduction tree of `draw` (see sampling.py): the logprob of the id that `draw` drew has the bits
+that `draw` returned. A row with a non-finite logit gives NaN, and a banned id (see edit_logits.py) -inf."""
 # pyright: reportInvalidTypeForm=false
 
 import torch

@@ -1,7 +1,6 @@
 """Tensors of the CPU between the ranks of one host: a pair of sockets for every two, made before their processes start.
-
-No wait outlives the rank that it is for: whoever ends closes its sockets, and `release` ends the waits of this process.
-"""
+No wait outlives the rank that it is for: whoever ends closes its sockets, and `release` ends the waits of this
+process."""
 
 import os
 import select

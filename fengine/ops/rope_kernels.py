@@ -1,8 +1,6 @@
 """The kernels of rope.py: rotation and the write to pages, alone, and for few rows behind the product of q, k and v.
-
 The joined kernel takes columns of the first half of a head together with their partners in the second half; not with
-the per-head norm, which needs a whole head. It is used where it was proved equal to the two (see proof.py).
-"""
+the per-head norm, which needs a whole head. It is used where it was proved equal to the two (see proof.py)."""
 # pyright: reportInvalidTypeForm=false
 
 import torch

@@ -1,7 +1,5 @@
-"""The settings of a server: `ServerConfig`, whose defaults `conf/serve.yaml` repeats under `serve`, and its log.
-
-No torch.
-"""
+"""The settings of a server: `ServerConfig`, whose defaults `conf/serve.yaml` repeats under `serve`, and its log. No
+torch."""
 
 import json
 import logging

@@ -1,7 +1,5 @@
-"""Fields of bodies: declared once, read by one function. The same declarations make /openapi.json. No torch.
-
-A field that is null is as good as absent, as in OpenAI's API. Values that the engine checks are not checked here twice.
-"""
+"""Fields of bodies: declared once, read by one function. The same declarations make /openapi.json. No torch. A field
+that is null is as good as absent, as in OpenAI's API. Values that the engine checks are not checked here twice."""
 
 import difflib
 import json

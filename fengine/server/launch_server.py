@@ -1,7 +1,5 @@
-"""`python -m fengine.launch_server`: a server by SGLang's command line; `fengine serve` is fengine's own.
-
-Exit codes: those of `fengine serve`.
-"""
+"""`python -m fengine.launch_server`: a server by SGLang's command line; `fengine serve` is fengine's own. Exit codes:
+those of `fengine serve`."""
 
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
-"""What `/metrics` tells, in Prometheus' text format 0.0.4, and the line of the log that tells what runs.
-
-Label values come from fixed sets only, so that no client can make the page grow.
-https://prometheus.io/docs/instrumenting/exposition_formats/
-"""
+"""What `/metrics` tells, in Prometheus' text format 0.0.4, and the line of the log that tells what runs. Label values
+come from fixed sets only, so that no client can make the page grow.
+https://prometheus.io/docs/instrumenting/exposition_formats/"""
 
 import asyncio
 import json

@@ -1,7 +1,5 @@
-"""A model's output, piece by piece, to reasoning, content and tool calls. No torch.
-
-A piece adds what the parts of the text so far have more than before; what may still change is held back.
-"""
+"""A model's output, piece by piece, to reasoning, content and tool calls. No torch. A piece adds what the parts of the
+text so far have more than before; what may still change is held back."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What is read from a model's hidden states: `/v1/embeddings`, `/encode`, `/classify`, `/v1/score`, `/v1/rerank`.
-
-Bodies to the arguments of `Engine.encode` or `generate`, outputs to OpenAI's, SGLang's and vLLM's lists.
-"""
+Bodies to the arguments of `Engine.encode` or `generate`, outputs to OpenAI's, SGLang's and vLLM's lists."""
 
 import base64
 import math

@@ -1,7 +1,5 @@
 """`/v1/responses`: OpenAI's newer bodies as chats, and chats as its answers. Nothing is stored.
-
-https://platform.openai.com/docs/api-reference/responses
-"""
+https://platform.openai.com/docs/api-reference/responses"""
 
 import time
 from collections.abc import Mapping, Sequence

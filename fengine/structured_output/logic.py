@@ -1,7 +1,5 @@
 """What follows from JSON schemas: their listed values, that two exclude one another, and what holds where one does not.
-
-All of it is shown from types, listed values, bounds and properties, or not at all. No torch.
-"""
+All of it is shown from types, listed values, bounds and properties, or not at all. No torch."""
 
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
-"""Chat templates, compiled and rendered by jinja2 as transformers does it, in a child process (`trial.py`).
-
-A template comes from a checkpoint, so it is untrusted code: jinja2's immutable sandbox keeps it from attributes, and
-the kernel ends the process of one that takes too much time or memory.
-"""
+"""Chat templates, compiled and rendered by jinja2 as transformers does it, in a child process (`trial.py`). A template
+comes from a checkpoint, so it is untrusted code: jinja2's immutable sandbox keeps it from attributes, and the kernel
+ends the process of one that takes too much time or memory."""
 
 import json
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Text to ids and back, through a pipeline of the `tokenizers` library: no torch, no code of a checkpoint.
-
-`Tokenizer.encode(text)` gives the ids of transformers 5's `AutoTokenizer` (tests compare them).
-"""
+`Tokenizer.encode(text)` gives the ids of transformers 5's `AutoTokenizer` (tests compare them)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

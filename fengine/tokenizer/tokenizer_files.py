@@ -1,7 +1,5 @@
-"""Reads a tokenizer's directory, as transformers 5 does.
-
-`add_bos_token` and `add_eos_token` are ignored, for the post-processor of tokenizer.json decides.
-"""
+"""Reads a tokenizer's directory, as transformers 5 does. `add_bos_token` and `add_eos_token` are ignored, for the
+post-processor of tokenizer.json decides."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`Field`: one array of a step, declared once by name; and how fields lie in a packed buffer, which goes to the device
-and comes back. Layout, views, padding and warm-up derive from the declaration.
-
-A field's dimensions stand behind the last "_" of its name: letters of the dimension key, or a number as it is.
-"""
+and comes back. Layout, views, padding and warm-up derive from the declaration. A field's dimensions stand behind the
+last "_" of its name: letters of the dimension key, or a number as it is."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum

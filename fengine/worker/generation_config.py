@@ -1,6 +1,5 @@
 """A checkpoint's `generation_config.json`: ids that begin and end a text, and the sampling parameters that it
-recommends: taken, left alone, or refused.
-"""
+recommends: taken, left alone, or refused."""
 
 from collections.abc import Mapping
 from pathlib import Path

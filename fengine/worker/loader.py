@@ -1,8 +1,6 @@
 """From a checkpoint directory to parameters on a device, tensor by tensor; or random ones of the same shapes.
-
 Everything that can be known from names, shapes and dtypes is checked before the first tensor is allocated. Peak memory
-is the weights plus one fused matrix.
-"""
+is the weights plus one fused matrix."""
 
 import hashlib
 from collections.abc import Callable, Sequence

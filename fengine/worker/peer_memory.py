@@ -1,7 +1,5 @@
-"""Memory of a GPU that other processes of its host write to, by the driver's handles (CUDA IPC); no multicast.
-
-Errors: OSError, everywhere, for what the driver refuses.
-"""
+"""Memory of a GPU that other processes of its host write to, by the driver's handles (CUDA IPC); no multicast. Errors:
+OSError, everywhere, for what the driver refuses."""
 
 import ctypes
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
-"""Checkpoint files that may be damaged or hostile: strict JSON, the index of shards, and safetensors files.
-
-The library `safetensors` checks a header in full before any memory for tensors is taken, and reads tensors. It reads
-with pread(2) and maps nothing, so a file that shrinks meanwhile is an error message and not a crash.
-"""
+"""Checkpoint files that may be damaged or hostile: strict JSON, the index of shards, and safetensors files. The library
+`safetensors` checks a header in full before any memory for tensors is taken, and reads tensors. It reads with pread(2)
+and maps nothing, so a file that shrinks meanwhile is an error message and not a crash."""
 
 import json
 import os

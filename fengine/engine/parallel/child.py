@@ -1,8 +1,6 @@
-"""Processes of one engine: `Child` is another one as the first sees it, `Link` the first as the other sees it.
-
-They talk by lines of JSON over a socket of their own. Each value that a child says is a dict; it gives a sign of life
-every second. It ends with its socket, wherever it waits: so with the first process.
-"""
+"""Processes of one engine: `Child` is another one as the first sees it, `Link` the first as the other sees it. They
+talk by lines of JSON over a socket of their own. Each value that a child says is a dict; it gives a sign of life every
+second. It ends with its socket, wherever it waits: so with the first process."""
 
 import json
 import os

@@ -1,8 +1,6 @@
-"""`Replica`: one of several as the first process sees it; and which of them a request goes to.
-
-A request goes to the replica that knows most of its prompt's beginning among those that are about as busy as the least
-busy one. What replicas know is guessed from the prompts and outputs that they had.
-"""
+"""`Replica`: one of several as the first process sees it; and which of them a request goes to. A request goes to the
+replica that knows most of its prompt's beginning among those that are about as busy as the least busy one. What
+replicas know is guessed from the prompts and outputs that they had."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence

@@ -1,8 +1,6 @@
-"""Process groups that only receive weights, made by hand: neither torch's default group nor any global is touched.
-
-Rank 0 is the trainer, which broadcasts. The names under which the ranks find one another are those of torch's own
-groups made over a prefixed store, so a trainer may use SGLang's `init_custom_process_group` or its many copies.
-"""
+"""Process groups that only receive weights, made by hand: neither torch's default group nor any global is touched. Rank
+0 is the trainer, which broadcasts. The names under which the ranks find one another are those of torch's own groups
+made over a prefixed store, so a trainer may use SGLang's `init_custom_process_group` or its many copies."""
 
 import math
 import threading

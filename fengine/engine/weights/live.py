@@ -1,7 +1,5 @@
-"""`LiveWeights`: the parameters that a process computes with, by the checkpoint's names: checked, written, read.
-
-A change goes to the storage that is there: no address changes, nothing is compiled or captured again.
-"""
+"""`LiveWeights`: the parameters that a process computes with, by the checkpoint's names: checked, written, read. A
+change goes to the storage that is there: no address changes, nothing is compiled or captured again."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,9 +1,6 @@
-"""A command line → checked `Point`s, by Hydra. No torch.
-
-Hydra reads flags, files and overrides and multiplies a sweep out. Its jobs are not run by it: no config names a class,
-`instantiate` is never called, logging is fixed, and every point is composed and checked before the first one runs.
-What a config may hold is decided in `guard.py`.
-"""
+"""A command line → checked `Point`s, by Hydra. No torch. Hydra reads flags, files and overrides and multiplies a sweep
+out. Its jobs are not run by it: no config names a class, `instantiate` is never called, logging is fixed, and every
+point is composed and checked before the first one runs. What a config may hold is decided in `guard.py`."""
 
 import io
 import os

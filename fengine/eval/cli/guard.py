@@ -1,7 +1,5 @@
 """What a config may hold, decided in one place: values of the schema, never the name of code, and files that end.
-
-Besides, errors of Hydra, OmegaConf and YAML as lines that a user can act on. No torch.
-"""
+Besides, errors of Hydra, OmegaConf and YAML as lines that a user can act on. No torch."""
 
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
-"""What a person sees of a run: a calm live view in a terminal, plain lines elsewhere. Rich stays in this file.
-
-Views only render: they get `Progress`, `Shown` and texts, and hold nothing but the console.
-"""
+"""What a person sees of a run: a calm live view in a terminal, plain lines elsewhere. Rich stays in this file. Views
+only render: they get `Progress`, `Shown` and texts, and hold nothing but the console."""
 
 import os
 import sys

@@ -1,8 +1,6 @@
 """`fengine bench latency|throughput|serve`: what one's own model takes on one's own machine. No torch before it loads.
-
-Prompts are random token ids and the end of text is ignored, so that every engine does the same work.
-Exit codes: 0 measured, 1 the engine died, 2 usage or configuration.
-"""
+Prompts are random token ids and the end of text is ignored, so that every engine does the same work. Exit codes: 0
+measured, 1 the engine died, 2 usage or configuration."""
 
 import asyncio
 import json

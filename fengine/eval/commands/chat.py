@@ -1,7 +1,5 @@
 """`fengine chat`: a conversation in the terminal with an engine of this process. No torch before the model is loaded.
-
-Exit codes: 0 ended by /exit or the end of input, 1 the engine died, 2 usage or configuration.
-"""
+Exit codes: 0 ended by /exit or the end of input, 1 the engine died, 2 usage or configuration."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,6 @@
 """The other schedules under which `fengine verify` computes a run again, and what one of them found. Pure; no torch.
-
 Bits may not depend on any of this: the order of rows, how many run at once, how prompts are cut, the size of pages,
-what the prefix cache holds, preemption, and whether a token was drawn or read.
-"""
+what the prefix cache holds, preemption, and whether a token was drawn or read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,5 @@
-"""`fengine lm-eval …`: lm-evaluation-harness's own command line with fengine among its models.
-
-For releases that do not look for models of other packages (up to 0.4.13); the words are all lm-eval's. No torch is
-needed to start it.
-"""
+"""`fengine lm-eval …`: lm-evaluation-harness's own command line with fengine among its models. For releases that do not
+look for models of other packages (up to 0.4.13); the words are all lm-eval's. No torch is needed to start it."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
-"""Rows of a run through an engine once more, and what came out otherwise. No torch.
-
-A row is taken from its record (id, data), asked as the run asked, and its record compared with the one that is there;
-or re-scored: its prompt and answer are read as one prompt, whose logprobs are compared with those of decoding.
-"""
+"""Rows of a run through an engine once more, and what came out otherwise. No torch. A row is taken from its record (id,
+data), asked as the run asked, and its record compared with the one that is there; or re-scored: its prompt and answer
+are read as one prompt, whose logprobs are compared with those of decoding."""
 
 import asyncio
 import json

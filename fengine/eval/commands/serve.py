@@ -1,8 +1,6 @@
-"""`fengine serve ...` and `python -m fengine.server ...`: words -> one engine -> a server until a signal ends it.
-
-Exit codes: 0 ended by a signal with every answer finished, 1 the server failed, 2 usage or configuration, 130 or 143
-answers were cut off by a second Ctrl-C or SIGTERM, or at the end of serve.drain_seconds.
-"""
+"""`fengine serve ...` and `python -m fengine.server ...`: words -> one engine -> a server until a signal ends it. Exit
+codes: 0 ended by a signal with every answer finished, 1 the server failed, 2 usage or configuration, 130 or 143 answers
+were cut off by a second Ctrl-C or SIGTERM, or at the end of serve.drain_seconds."""
 
 import logging
 from argparse import Namespace

@@ -1,8 +1,6 @@
-"""`FengineAPI`: fengine as a model provider of inspect-ai, `inspect eval task.py --model fengine/PATH`.
-
-Every call awaits the engine, which batches what is under way, so `--max-connections` is how many run together; no bit
-of an output depends on it. Fields of GenerateConfig that are not built are refused by name.
-"""
+"""`FengineAPI`: fengine as a model provider of inspect-ai, `inspect eval task.py --model fengine/PATH`. Every call
+awaits the engine, which batches what is under way, so `--max-connections` is how many run together; no bit of an output
+depends on it. Fields of GenerateConfig that are not built are refused by name."""
 
 # pyright: reportMissingImports=false
 

@@ -1,6 +1,5 @@
 """inspect-ai's messages as chats for the template, and its GenerateConfig as sampling parameters. Duck-typed: no
-inspect_ai here, and no torch.
-"""
+inspect_ai here, and no torch."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
-"""The rows of a run for a page: which of them, and what of each, so that the page stays small. No torch.
-
-A row is failed (it has an error), wrong or right (by its first score that says so), or scored (none does).
-"""
+"""The rows of a run for a page: which of them, and what of each, so that the page stays small. No torch. A row is
+failed (it has an error), wrong or right (by its first score that says so), or scored (none does)."""
 
 from array import array
 from bisect import bisect_left, bisect_right

@@ -1,8 +1,6 @@
-"""Where two runs of the same rows differ: a value, from two streams of records. Pure; no torch.
-
-A record is a line of `outputs.jsonl`. Tokens are compared position by position up to the first that differs, logprobs
-only as far as the tokens before them and their own are equal, for behind it they are of other texts.
-"""
+"""Where two runs of the same rows differ: a value, from two streams of records. Pure; no torch. A record is a line of
+`outputs.jsonl`. Tokens are compared position by position up to the first that differs, logprobs only as far as the
+tokens before them and their own are equal, for behind it they are of other texts."""
 
 import struct
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
-"""The schemas of runs: `RunConfig` of prompts, `EvalConfig` of tasks, and their checks. No torch, no Hydra.
-
-A run of prompts is an evaluation that scores nothing: `evaluation_of` says which. `conf/` repeats defaults for readers.
-"""
+"""The schemas of runs: `RunConfig` of prompts, `EvalConfig` of tasks, and their checks. No torch, no Hydra. A run of
+prompts is an evaluation that scores nothing: `evaluation_of` says which. `conf/` repeats defaults for readers."""
 
 import json
 import re

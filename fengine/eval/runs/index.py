@@ -1,7 +1,5 @@
 """What a run has still to do: its rows, surveyed before anything is computed, and what its journal holds of them.
-
-Memory is a few bytes a row: a 64-bit key of its content and the place of its line in the journal. No torch.
-"""
+Memory is a few bytes a row: a 64-bit key of its content and the place of its line in the journal. No torch."""
 
 import hashlib
 import json

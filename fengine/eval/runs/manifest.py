@@ -1,8 +1,6 @@
-"""What a run's results depend on, written down, compared before a run goes on, and hashed. No torch.
-
-`identity` holds all that a bit of `outputs.jsonl` can depend on; two runs of equal identity have equal files. Machine
-names, times and the command's words are kept beside it, for readers, and never compared.
-"""
+"""What a run's results depend on, written down, compared before a run goes on, and hashed. No torch. `identity` holds
+all that a bit of `outputs.jsonl` can depend on; two runs of equal identity have equal files. Machine names, times and
+the command's words are kept beside it, for readers, and never compared."""
 
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What a run's results depend on, and where it took place: SHA-256 of sources, files, values; checkout, packages, GPU.
-
-A fact about the place that cannot be had is null; none of these raises. No torch import.
-"""
+A fact about the place that cannot be had is null; none of these raises. No torch import."""
 
 import functools
 import hashlib

@@ -1,8 +1,6 @@
-"""One run: from its beginning or from where it was, to the files of its end. No torch before its engine is opened.
-
-A run is a value: its folder says what its results depend on, and the same command in the same folder goes on where it
-was interrupted and ends with the same bytes.
-"""
+"""One run: from its beginning or from where it was, to the files of its end. No torch before its engine is opened. A
+run is a value: its folder says what its results depend on, and the same command in the same folder goes on where it was
+interrupted and ends with the same bytes."""
 
 import asyncio
 import time

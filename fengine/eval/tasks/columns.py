@@ -1,8 +1,6 @@
-"""A row's columns: read from parquet files and Hugging Face datasets, filled into templates; images. No torch.
-
-The one file that imports the optional `pyarrow` and `datasets`. Values become what JSON would hold, so that a row reads
-alike from any source.
-"""
+"""A row's columns: read from parquet files and Hugging Face datasets, filled into templates; images. No torch. The one
+file that imports the optional `pyarrow` and `datasets`. Values become what JSON would hold, so that a row reads alike
+from any source."""
 
 import base64
 import datetime

@@ -1,7 +1,5 @@
-"""Pictures drawn from a seed, and questions about them with their answers. No torch, no PIL.
-
-A picture has 64 × 64 pixels and shows objects in some of nine places, one digit, or a bar chart.
-"""
+"""Pictures drawn from a seed, and questions about them with their answers. No torch, no PIL. A picture has 64 × 64
+pixels and shows objects in some of nine places, one digit, or a bar chart."""
 
 import base64
 import itertools

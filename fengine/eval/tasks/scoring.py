@@ -1,8 +1,6 @@
-"""What an answer scores against its reference: pure functions of plain values. No torch, no I/O.
-
-acc, acc_norm, word and byte perplexity and bits per byte are defined as in EleutherAI's lm-evaluation-harness 0.4, so
-that figures compare.
-"""
+"""What an answer scores against its reference: pure functions of plain values. No torch, no I/O. acc, acc_norm, word
+and byte perplexity and bits per byte are defined as in EleutherAI's lm-evaluation-harness 0.4, so that figures
+compare."""
 
 import math
 import re

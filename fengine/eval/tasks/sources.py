@@ -1,8 +1,6 @@
-"""Rows from files, streamed: one line is in memory at a time. No torch.
-
-JSONL with the user's own columns, or OpenAI's batch format. Every line becomes exactly one `Row` or `BadRow`, whatever
-it holds; what is wrong with the file as a whole raises. That no id occurs twice is for `index_rows` to see.
-"""
+"""Rows from files, streamed: one line is in memory at a time. No torch. JSONL with the user's own columns, or OpenAI's
+batch format. Every line becomes exactly one `Row` or `BadRow`, whatever it holds; what is wrong with the file as a
+whole raises. That no id occurs twice is for `index_rows` to see."""
 
 import os
 import re

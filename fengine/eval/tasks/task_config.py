@@ -1,7 +1,5 @@
-"""The schema of conf/task/*.yaml: where a task's rows are, what to ask, how to score. No torch, no Hydra.
-
-A YAML picks among the kinds and scores that are built here; it never names code.
-"""
+"""The schema of conf/task/*.yaml: where a task's rows are, what to ask, how to score. No torch, no Hydra. A YAML picks
+among the kinds and scores that are built here; it never names code."""
 
 from dataclasses import dataclass, field
 from enum import Enum

@@ -1,7 +1,5 @@
-"""What happens to logits between the model and the draw, one stage a file, in the order that bits depend on.
-
-penalties -> logit_bias -> processors -> structured -> the draw -> logprobs
-"""
+"""What happens to logits between the model and the draw, one stage a file, in the order that bits depend on. penalties
+-> logit_bias -> processors -> structured -> the draw -> logprobs"""
 
 import torch
 

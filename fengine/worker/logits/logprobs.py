@@ -1,8 +1,6 @@
-"""Logprobs beside those of the drawn tokens: of ids that were asked, of the likeliest ids, of prompt tokens.
-
-For the draws they are an output of the sampler: every row of the batch gets as many, so that a graph may hold it.
-Prompts are unembedded a slice of rows at a time, behind the draw and outside of graphs.
-"""
+"""Logprobs beside those of the drawn tokens: of ids that were asked, of the likeliest ids, of prompt tokens. For the
+draws they are an output of the sampler: every row of the batch gets as many, so that a graph may hold it. Prompts are
+unembedded a slice of rows at a time, behind the draw and outside of graphs."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

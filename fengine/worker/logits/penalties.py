@@ -1,8 +1,5 @@
-"""Penalties of drawn tokens, and bans of ids before min_new_tokens.
-
-How often a row slot has drawn each id is counted on the device, by the step that draws: no step waits for the host.
-Prompt tokens do not count, as in SGLang.
-"""
+"""Penalties of drawn tokens, and bans of ids before min_new_tokens. How often a row slot has drawn each id is counted
+on the device, by the step that draws: no step waits for the host. Prompt tokens do not count, as in SGLang."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

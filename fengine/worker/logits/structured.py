@@ -1,8 +1,6 @@
-"""Structured output: a mask for each row that draws under a grammar. What computes it plugs in with the request.
-
-The masks of a step depend on the tokens of the one before, so a thread computes them while the forward pass runs. They
-reach the device as late as the logits are there: the only inputs that do not come with the step's others.
-"""
+"""Structured output: a mask for each row that draws under a grammar. What computes it plugs in with the request. The
+masks of a step depend on the tokens of the one before, so a thread computes them while the forward pass runs. They
+reach the device as late as the logits are there: the only inputs that do not come with the step's others."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
