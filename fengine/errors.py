@@ -7,9 +7,6 @@ class FengineError(Exception):
     """Root of all typed errors."""
 
 
-# -- what a caller passed ---------------------------------------------------------------------------------------------
-
-
 class InvalidRequestError(FengineError, ValueError):
     """A prompt, sampling parameter or call argument is outside its documented range."""
 
@@ -59,9 +56,6 @@ class ConfigError(FengineError, ValueError):
     """Configuration that is unknown, of the wrong type, or contradictory. Lists every problem, one a line."""
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 class ModelLoadError(FengineError):
     """The model directory or hub repository cannot be used."""
 
@@ -80,9 +74,6 @@ class UnsupportedFormatError(ModelLoadError):
 
 class AdapterError(ModelLoadError, ValueError):
     """A LoRA adapter cannot be used with this model and these settings; nothing was loaded."""
-
-
-# -- running ----------------------------------------------------------------------------------------------------------
 
 
 class StaleStateError(FengineError, RuntimeError):

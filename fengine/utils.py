@@ -74,9 +74,6 @@ async def async_stream_and_merge(llm: Any, prompt: str, sampling_params: dict[st
         yield delta
 
 
-# -- notebooks that start servers --------------------------------------------------------------------------------------
-
-
 def print_highlight(html_content: str) -> None:
     print(html_content)
 

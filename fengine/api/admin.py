@@ -15,9 +15,6 @@ from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestErr
 PAUSE_MODES = ("abort", "retract", "in_place")
 
 
-# -- sessions and steering ---------------------------------------------------------------------------------------------
-
-
 def open_session(
     engine: HasContext, capacity_of_str_len: int, session_id: str | None = None, streaming: bool = False,
     timeout: float | None = None,
@@ -55,9 +52,6 @@ def continue_generation(engine: HasContext) -> None:
     engine._parts.core.call("resume")
 
 
-# -- caches ------------------------------------------------------------------------------------------------------------
-
-
 class FlushResult(NamedTuple):
     """SGLang's answer to `flush_cache`."""
 
@@ -79,9 +73,6 @@ def freeze_gc(engine: HasContext) -> None:
     atexit.register(gc.unfreeze)  # or Triton's bindings would report at the end what the collector cannot take
 
 
-# -- information -------------------------------------------------------------------------------------------------------
-
-
 def ping(engine: HasContext) -> None:
     """Returns once the loop has answered, which it does between two steps. Errors: EngineDeadError."""
     engine._parts.core.call("ping")
@@ -97,9 +88,6 @@ def get_all_child_pids(engine: HasContext) -> list[int]:
     """The processes of its other ranks, or of its replicas; all else runs in threads of this one."""
     ranks = engine._parts.ranks
     return [] if ranks is None else ranks.pids
-
-
-# -- profiling ---------------------------------------------------------------------------------------------------------
 
 
 def start_profile(engine: HasContext, **kwargs: Any) -> None:
@@ -131,9 +119,6 @@ def steps_told(engine: HasContext, tell: Callable[[StepRecord], None]) -> Iterat
             fault = core.call("unwatch_steps", key=key)
     if fault is not None:
         raise fault
-
-
-# -- SGLang's calls that have nothing to act on here -------------------------------------------------------------------
 
 
 def start_expert_distribution_record(engine: HasContext) -> None:

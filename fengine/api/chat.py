@@ -20,9 +20,6 @@ def is_chat(value: Any) -> bool:
     return isinstance(first, dict) or isinstance(first, (list, tuple)) and bool(first) and isinstance(first[0], dict)
 
 
-# -- methods of `Engine` -----------------------------------------------------------------------------------------------
-
-
 def chat(
     engine: Any, messages: Chat | Sequence[Chat], sampling_params: Any = None, tools: Any = None,
     add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None, stream: bool = False,
@@ -64,9 +61,6 @@ def chat_ids(
     Errors: as `chat`."""
     values = chat_template_kwargs
     return rendered(engine._context, messages, tools, add_generation_prompt, values, continue_final_message)[0]
-
-
-# -- their parts -------------------------------------------------------------------------------------------------------
 
 
 def rendered(

@@ -27,9 +27,6 @@ NOTHING_DRAWN = {"max_new_tokens": 0, "temperature": 0.0}
 OF_DRAWING = ("completion_tokens", "reasoning_tokens", "first_token_latency", "decode_throughput")  # keys of meta_info
 
 
-# -- methods of `Engine` -----------------------------------------------------------------------------------------------
-
-
 @overload
 def encode(engine: Any, prompt: str, **options: Any) -> EncodeOutput: ...
 @overload

@@ -13,8 +13,6 @@ from fengine.errors import FengineError, GrammarError, InvalidRequestError
 from fengine.multimodal.images import Prompt, refuse_images
 from fengine.structured_output.backend import Grammar, Source
 
-# -- grammars ----------------------------------------------------------------------------------------------------------
-
 
 def grammar_asked(context: EngineContext, params: SamplingParams) -> Grammar | None:
     """The compiled form of its grammar; None: it has none. Errors: GrammarError, MissingExtraError; InvalidRequestError
@@ -44,9 +42,6 @@ def grammars_in(context: EngineContext, sampling: Any) -> set[Source]:
         if params.grammar_key is not None:
             found.add(Source(*params.grammar_key))
     return found
-
-
-# -- custom logit processors: callables of this process, given themselves or by a registered name ----------------------
 
 
 def register_logit_processor(engine: HasContext, name: str, processor: Callable[..., Any]) -> None:
@@ -80,9 +75,6 @@ def processor_asked(context: EngineContext, value: Any, params: SamplingParams) 
     return {"processor": value, "custom_params": json_like(params.custom_params or {}, "custom_params")}
 
 
-# -- hidden states -----------------------------------------------------------------------------------------------------
-
-
 def hidden_asked(args: ServerArgs, value: Any) -> str | None:
     """Of which tokens they are wanted. Errors: InvalidRequestError."""
     if value is None or value is False:
@@ -96,9 +88,6 @@ def hidden_asked(args: ServerArgs, value: Any) -> str | None:
             f'(or return_hidden_states_mode="{mode}") when the engine is made.'
         )
     return mode
-
-
-# -- images, and the turns of a session above --------------------------------------------------------------------------
 
 
 def prompt_in_place(context: EngineContext, prompt: GenerateReqInput, ids: list[int], turns: dict[str, Turn]) -> Prompt:

@@ -110,9 +110,6 @@ def set_log_level(level: str | None) -> None:
         logger.addHandler(handler)
 
 
-# -- its ways to write what fengine has --------------------------------------------------------------------------------
-
-
 def json_object(name: str, given: Any) -> dict[str, Any]:
     """A dict, or one as JSON; {} for None and "". Errors: ConfigError."""
     try:

@@ -15,9 +15,6 @@ from fengine.lora.adapters import Adapters
 GROUP_TIMEOUT = 300.0  # seconds
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
-
-
 def update_weights_from_disk(
     engine: HasContext, model_path: str, load_format: str | None = None, *, weight_version: str | None = None,
     abort_all_requests: bool = False,
@@ -101,9 +98,6 @@ def get_weights_by_name(engine: HasContext, name: str, truncate_size: int = 100)
     return engine._parts.updates.read(name, truncate_size)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 def release_memory_occupation(engine: HasContext, tags: list[str] | None = None) -> None:
     """Gives memory back: "kv_cache", "weights", "cuda_graph", or for None all. Requests are refused meanwhile. Errors:
     EngineBusyError while requests run, MemoryReleasedError for what is released, InvalidRequestError."""
@@ -115,9 +109,6 @@ def resume_memory_occupation(engine: HasContext, tags: list[str] | None = None) 
     unchanged; else requests are refused until an update has given every tensor. Errors: MemoryReleasedError for what is
     not released, OutOfMemoryError, InvalidRequestError."""
     engine._parts.memory.resume(tags)
-
-
-# -- LoRA adapters -----------------------------------------------------------------------------------------------------
 
 
 class AdapterResult(NamedTuple):

@@ -111,8 +111,6 @@ class EngineCore:
             "refusals": dict(self.refusals),
         }
 
-    # -- the loop ------------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             while self.inbox.end is None:
@@ -151,8 +149,6 @@ class EngineCore:
     def _refused(self) -> MemoryReleasedError | None:
         """Why no request can run now."""
         return next((MemoryReleasedError(reason) for reason in self.refusals.values()), None)
-
-    # -- handlers, and what those of others need -----------------------------------------------------------------------
 
     def _add(self, states: Sequence[RequestState], requests: Sequence[Request]) -> None:
         for state in states:

@@ -132,9 +132,6 @@ def weights(spec: ModelSpec, third: bool) -> list[Weight]:
     return found
 
 
-# -- on the host -------------------------------------------------------------------------------------------------------
-
-
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
     (_, height, width), patches_IK = features["image_grid_thw"][0].tolist(), features["pixel_values"]
     arrays = {"patches_IK": patches_IK.astype(np.float32), "grid_2": np.array([height, width])}

@@ -52,9 +52,6 @@ class Plan:
     deltas: bool = True
 
 
-# -- parts of answers --------------------------------------------------------------------------------------------------
-
-
 def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(16)}"
 

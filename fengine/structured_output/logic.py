@@ -62,8 +62,6 @@ class Logic:
             return None
         return _listed(node) or {"boolean": [False, True], "null": [None]}.get(str(node.get("type")))
 
-    # -- two that exclude one another ----------------------------------------------------------------------------------
-
     def disjoint(self, a: Any, b: Any, depth: int = 0) -> bool:
         """Whether it can be shown that no value satisfies both."""
         a, b = self.resolved(a), self.resolved(b)
@@ -99,8 +97,6 @@ class Logic:
                     if self.disjoint(mine[name], theirs[name], depth + 1):
                         return True
         return False
-
-    # -- where one does not hold ---------------------------------------------------------------------------------------
 
     def complement(self, value: Any, among: Any, depth: int = 0) -> list[Any] | None:
         """Schemas of which any holds where `value` does not, for values of `among`; None: not known."""

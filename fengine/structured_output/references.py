@@ -70,9 +70,6 @@ def look_up(document: Any, target: str) -> Any:
     return document
 
 
-# -- schemas without an end --------------------------------------------------------------------------------------------
-
-
 def check_finite(nodes: Nodes) -> None:
     """Errors: GrammarError for a schema that no finite text satisfies. Pure."""
     finite: set[str] = set()

@@ -95,9 +95,6 @@ class _Writer:
         return common(*(union(caseless, of("".join(test.findall(_cased())))) for test in tests))
 
 
-# -- characters --------------------------------------------------------------------------------------------------------
-
-
 def plain(kind: str, value: Any, flags: int) -> Ranges:
     """What an item for one character stands for, but for case. Pure."""
     if kind == "ANY":

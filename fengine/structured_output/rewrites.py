@@ -43,9 +43,6 @@ def beside(node: Node, key: str, value: Any) -> None:
         node[key] = value
 
 
-# -- rules: each modifies its node -------------------------------------------------------------------------------------
-
-
 def named_formats(_: Logic, node: Node) -> None:
     """The matcher knows eleven formats, and four of them wrongly: see formats.py."""
     name = node.pop("format")

@@ -79,9 +79,6 @@ def raise_as(kind: type[Exception], what: str, error: BaseException) -> NoReturn
     raise kind(f"{what}: {error!s:.300}.") from error
 
 
-# -- plain files -------------------------------------------------------------------------------------------------------
-
-
 def _is_plain(files: TokenizerFiles) -> bool:
     """Whether transformers takes tokenizer.json as it is."""
     declared, kind = (
@@ -134,9 +131,6 @@ def _by_transformers(directory: Path) -> tuple[Backend, dict[str, str]]:
     if not isinstance(backend, Backend):
         raise UnsupportedFeatureError(f"{directory}: {type(tokenizer).__name__} is no tokenizer of `tokenizers`.")
     return backend, {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-
-
-# -- what may hang -----------------------------------------------------------------------------------------------------
 
 
 def attempt(tokenizer_json: str) -> None:

@@ -75,8 +75,6 @@ class Tokenizer:
     def decoding(self) -> Decoding:
         return Decoding(self.backend, self.cleanup)
 
-    # -- text to ids and back -----------------------------------------------------------------------------------------
-
     def check_text(self, text: Any, name: str = "prompt") -> str:
         """Errors: InvalidRequestError (not a str, lone surrogate), ContextLengthError (over `max_chars`)."""
         if isinstance(text, (bytes, bytearray)):
@@ -142,8 +140,6 @@ class Tokenizer:
         except (TypeError, OverflowError) as error:
             raise InvalidRequestError(f"token ids must be integers in [0, 2**32): {error}.") from None
         return clean_up(text) if self.cleanup else text
-
-    # -- chats --------------------------------------------------------------------------------------------------------
 
     apply_chat_template = chat.apply_chat_template
     with_chat_template = chat.with_chat_template

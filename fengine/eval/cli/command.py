@@ -139,9 +139,6 @@ def _unknown(word: str, known: Sequence[str]) -> str:
     return f"unknown word {word:.500}; {hint if known else 'this command takes no key=value'}"
 
 
-# -- readers of values -------------------------------------------------------------------------------------------------
-
-
 def number(low: float, high: float, *, above: bool = False, whole: bool = False) -> Callable[[str], Any]:
     """Reads a number from low to high; with `above`, low itself is not allowed; with `whole`, an integer."""
     limits = f"above {low:g} and at most {high:g}" if above else f"from {low} to {high}"

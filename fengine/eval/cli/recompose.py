@@ -81,9 +81,6 @@ def _change(word: str, schema: Schema) -> tuple[str, Any]:
     return key, unescaped(given.value()) if key in TEXT_KEYS else given.value()
 
 
-# -- launchers ---------------------------------------------------------------------------------------------------------
-
-
 def launch(command: Namespace, schema: Schema, home: Path, points: Sequence[Point], work: Work) -> list[int | None]:
     """`work(point)` for every point, each with the folder that it has here, all of them in `home`. None stands for a
     process that died. Errors: ConfigError; whatever the launcher raises."""

@@ -102,9 +102,6 @@ class BadPoint:
     message: str
 
 
-# -- help --------------------------------------------------------------------------------------------------------------
-
-
 def annotated(text: str, schema: Schema) -> str:
     """A help text with a word on every key of its configuration. Pure but for the sources of the schemas."""
     notes = notes_of(schema)

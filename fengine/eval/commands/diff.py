@@ -72,9 +72,6 @@ def as_dict(a: Records, b: Records, found: Comparison) -> dict[str, Any]:
     return {"fengine_diff": 1, "a": facts(a), "b": facts(b), "causes": causes(a, b), **found.as_dict()}
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
 def lines(a: Records, b: Records, found: Comparison, show: int) -> list[str]:
     """What a person reads. Pure."""
     told = []

@@ -75,9 +75,6 @@ async def _asked(case: Case, asker: Asker, task: Task, number: int, record: Reco
     found.add(number, compare_row(record, json.loads(line)), len(record["answers"]))
 
 
-# -- re-scoring --------------------------------------------------------------------------------------------------------
-
-
 async def _rescored(case: Case, asker: Asker, task: Task, number: int, record: Record, found: Found) -> None:
     """Compares the logprobs that decoding gave with those of reading. Modifies: found."""
     row = Row(record["id"], record["data"])

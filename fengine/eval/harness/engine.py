@@ -69,9 +69,6 @@ def template_digest(template: str | None) -> str:
     return "none" if template is None else hashlib.sha256(template.encode()).hexdigest()[:12]
 
 
-# -- texts, by the rules of lm-eval's backends -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Texts:
     """`add_bos`: True and False say whether texts begin with the bos token, None leaves it to the tokenizer.

@@ -54,9 +54,6 @@ def logprob_arguments(config: Any) -> dict[str, Any]:
     return {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": start} if asked else {}
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """What `Engine.chat` takes. Pure. Errors: UnsupportedFeatureError for what is not text."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]

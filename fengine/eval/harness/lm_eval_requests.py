@@ -19,9 +19,6 @@ from fengine.core.scalars import flag, integer, number
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.eval.runs.manifest import row_seed
 
-# -- generation --------------------------------------------------------------------------------------------------------
-
-
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given holds
 # Other backends' words for fengine's.
 SAME = {"min_tokens": "min_new_tokens"} | {row.openai: name for name, row in PARAMETERS.items() if row.openai}
@@ -106,9 +103,6 @@ def cut_text(text: str, until: Sequence[str], think_end: str | None = None) -> s
     for stop in until:
         text = text.partition(stop)[0]
     return text
-
-
-# -- log-likelihoods ---------------------------------------------------------------------------------------------------
 
 
 NO_NEW_TOKENS = {"max_new_tokens": 0, "temperature": 0.0}

@@ -111,9 +111,6 @@ def object_in(path: Path, notes: list[str] | None = None) -> dict[str, Any] | No
         return None
 
 
-# -- plain values ------------------------------------------------------------------------------------------------------
-
-
 def script_json(value: Any) -> str:
     """JSON for a `<script type="application/json">`, which encodes to UTF-8 whatever texts it holds. Pure. Errors:
     ValueError for NaN and infinities."""

@@ -83,9 +83,6 @@ def index_rows(task: Task) -> RowIndex:
     return RowIndex(keys, whole.hexdigest())
 
 
-# -- the journal's rows ------------------------------------------------------------------------------------------------
-
-
 class RowTable:
     """For each row: what is known, and where its line is in the journal. Modified by `put`."""
 

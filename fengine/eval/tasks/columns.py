@@ -69,9 +69,6 @@ def filled(template: str, row: Row) -> str:
     return _FIELD.sub(put, template)
 
 
-# -- images ------------------------------------------------------------------------------------------------------------
-
-
 def with_digests(row: Row | BadRow, column: str, base: Path) -> Row | BadRow:
     """The row with the SHA-256 of each image beside it, so that a run knows of images that change. `base` is what
     relative paths are under. A row whose images cannot be read is a bad one."""
@@ -107,9 +104,6 @@ def read_image(item: str, base: Path) -> bytes:
 def digest_of(item: str, data: bytes) -> str:
     """SHA-256 of a data URL's text, or of a file. Pure."""
     return hashlib.sha256(item.encode() if item.startswith("data:") else data).hexdigest()
-
-
-# -- parquet files and datasets ----------------------------------------------------------------------------------------
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any] | str]:

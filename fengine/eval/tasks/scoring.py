@@ -16,8 +16,6 @@ from fengine.core.json_text import parse_json
 from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval.tasks.task import Answer
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 NORMAL_FORMS: dict[str, Callable[[str], str]] = {
     "strip": str.strip,  # no white space around it
@@ -84,8 +82,6 @@ def regex_match(text: str, references: Iterable[str], forms: Sequence[str] = ("s
     return any(Extractor(reference).find(found) is not None for reference in references)
 
 
-# -- extraction --------------------------------------------------------------------------------------------------------
-
 MAX_PATTERN_BYTES = 1024
 MAX_SECONDS = 2.0  # of one answer, over all its matches
 _FUZZY = re.compile(r"(?<!\\)\{(\s*\d+\s*<=?)?\s*[deis]\s*(<=?\s*\d+\s*)?[},:+]")
@@ -129,9 +125,6 @@ class Extractor:
         return next((group for group in found.groups() if group is not None), found.group())
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------------
-
-
 def json_scores(text: str, reference: Any) -> dict[str, float | bool | str]:
     """`valid_json`; `fields`: the share of the reference's leaves that stand at the same place with the same value;
     `json_match`: the same value altogether, whatever the order of keys. Numbers compare by value, and no boolean is a
@@ -163,9 +156,6 @@ def _same(a: Any, b: Any) -> bool:
     return a == b and (all(numbers) or type(a) is type(b))
 
 
-# -- multiple choice ---------------------------------------------------------------------------------------------------
-
-
 def loglikelihood(answer: Answer) -> float:
     """The natural logarithm of the probability of all tokens, correctly rounded. Pure."""
     return math.fsum(answer.logprobs) if all(map(math.isfinite, answer.logprobs)) else sum(answer.logprobs)
@@ -177,9 +167,6 @@ def choice_scores(sums: Sequence[float], choices: Sequence[str], right: int) -> 
     per_length = [value / len(choice) for value, choice in zip(sums, choices, strict=True)]
     picked = sums.index(max(sums))
     return {"acc": picked == right, "acc_norm": per_length.index(max(per_length)) == right, "picked": choices[picked]}
-
-
-# -- perplexity --------------------------------------------------------------------------------------------------------
 
 
 def count_words(text: str) -> int:

@@ -21,9 +21,6 @@ CONFIDENT = 1.959963984540054  # standard errors on either side of 95 % of a nor
 NAN = float("nan")
 
 
-# -- means -------------------------------------------------------------------------------------------------------------
-
-
 def mean(values: Iterable[float | bool]) -> Metric:
     """The mean and its standard error s/√n, s² with n - 1 in its denominator; of booleans that is √(p(1-p)/(n-1)).
     Pure. Without values the mean is nan; with a single one the standard error is."""
@@ -64,9 +61,6 @@ def means(scores: Iterable[Scores]) -> dict[str, Metric]:
             if not isinstance(value, str):
                 columns.setdefault(name, array("d")).append(value)
     return {name: mean(values) for name, values in columns.items()}
-
-
-# -- ratios of sums ----------------------------------------------------------------------------------------------------
 
 
 class Blocks:
@@ -142,9 +136,6 @@ def _perplexities(sums: Sequence[float]) -> list[float]:
 
 def _exp(value: float) -> float:
     return math.exp(value) if value < 709.0 else math.inf
-
-
-# -- two runs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class TaskConfig:
     images: str | None = None  # the column of a row's images: a path under that of the data, a data URL, or a list
     chat: bool = False  # send the prompt as a user's message, through the model's chat template
     target: str | None = "answer"  # the column of the reference(s), of the right choice, or of the text to be scored
-    # -- generate
+
     max_new_tokens: int | None = None  # None: the run's
     stop: tuple[str, ...] | None = None  # None: the run's
     samples: int = 1  # answers for each row; scores are their means
@@ -79,7 +79,7 @@ class TaskConfig:
     extract: str | None = None  # a regular expression; group 1, or the whole match, is compared
     select: Select = Select.first  # which of several matches
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    # -- choice
+
     choices: str = "choices"  # the column of the list of choices
     delimiter: str = " "  # stands between the prompt and a choice; not counted by acc_norm
 

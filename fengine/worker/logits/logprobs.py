@@ -54,9 +54,6 @@ def asked_ids(chunks: Sequence[Chunk], rows: int) -> np.ndarray:
     return id_RK
 
 
-# -- prompts -----------------------------------------------------------------------------------------------------------
-
-
 def prompt_rows(chunks: Sequence[Chunk]) -> list[PromptRows]:
     """What chunks of prompts give, apart by how many ids each wants: none makes its neighbours' arrays wide."""
     groups: dict[tuple[int, int], list[Chunk]] = {}
