@@ -360,10 +360,10 @@ def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatc
     few = attention_launch.schedules(q, k, 1, 4096, 132)[0]
     run = attention_launch.run
 
-    def other_chunks(call: Any, scale: float, s: Any, **options: Any) -> Tensor:
+    def other_chunks(call: Any, scale: float, s: Any, bounds: Any) -> Tensor:
         with monkeypatch.context() as patch:
             patch.setattr(attention_launch, "CHUNK", 1024 if s == attention_launch.reference_schedule(q, k) else 512)
-            return run(call, scale, s, **options)
+            return run(call, scale, s, bounds)
 
     assert attention_launch._compare(q, k, few, attention_launch.CAUSAL)
     monkeypatch.setattr(attention_launch, "run", other_chunks)
