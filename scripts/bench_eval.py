@@ -9,6 +9,7 @@ python scripts/bench_eval.py sweep                   12 sampling points: the com
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,9 @@ def code_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def kill(trials: int, count: int) -> dict[str, Any]:
-    """Every trial is killed at a random moment, three of four again while going on; then it is let to its end."""
+def kill(trials: int, count: int, processes: int, minutes: float) -> dict[str, Any]:
+    """Every trial is killed at a random moment, three of four again while going on; then it is let to its end. So many
+    `processes` run trials side by side; behind `minutes` none begins."""
     importlib.import_module("fengine.api.engine")
     words = ["sampling.temperature=0.8", "sampling.max_new_tokens=24"]
     with tempfile.TemporaryDirectory() as top:
@@ -85,27 +88,29 @@ def kill(trials: int, count: int) -> dict[str, Any]:
         assert code_of(child(whole, *words)) == 0
         seconds, wanted = time.perf_counter() - started, sha(whole / "run" / "outputs.jsonl")
         done = []
-        for number in range(trials):
-            folder = Path(top) / f"trial-{number}"
-            folder.mkdir()
-            rows(folder / "rows.jsonl", count)
-            done.append(trial(folder, random.Random(number), words, count, seconds, wanted))
-            print(number, done[-1], flush=True)
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(processes, fork) as pool:
+            going = [pool.submit(trial, Path(top), i, words, count, seconds, wanted) for i in range(trials)]
+            for number, one in enumerate(going):
+                if time.perf_counter() - started < 60 * minutes or not one.cancel():
+                    done.append(one.result())
+                    print(number, done[-1], flush=True)
     return {
         "rows": count,
-        "trials": trials,
+        "trials": len(done),
         "kills": sum(d["killed"] for d in done),
         "byte_identical": sum(d["same"] for d in done),
         "codes": sorted({d["code"] for d in done}),
-        "journal_lines_at_kills": [d["lines"] for d in done],
+        "journal_lines_at_kills": " ".join(str(lines) for d in done for lines in d["lines"]),
         "uninterrupted_seconds": seconds,
     }
 
 
-def trial(
-    folder: Path, pick: random.Random, words: list[str], count: int, seconds: float, wanted: str
-) -> dict[str, Any]:
+def trial(top: Path, number: int, words: list[str], count: int, seconds: float, wanted: str) -> dict[str, Any]:
+    folder, pick = top / f"trial-{number}", random.Random(number)
     killed, kept, journal = 0, [], folder / "run" / "journal.log"
+    folder.mkdir()
+    rows(folder / "rows.jsonl", count)
     for _ in range(pick.choice([1, 2, 2, 2])):
         at_row, target, after = pick.random() < 0.5, pick.uniform(0, count + 1), pick.uniform(0, seconds)
         begun, pid = time.perf_counter(), child(folder, *words)
@@ -305,9 +310,11 @@ def main() -> None:
     parser.add_argument("what", choices=["kill", "cost", "resume", "sweep"])
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--rows", type=int)
+    parser.add_argument("--processes", type=int, default=1, help="of `kill`")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of `kill`")
     args = parser.parse_args()
     if args.what == "kill":
-        figures = kill(args.trials, args.rows or 500)
+        figures = kill(args.trials, args.rows or 500, args.processes, args.minutes)
     elif args.what == "cost":
         figures = cost(args.rows or 10_000, args.runs)
     elif args.what == "sweep":
