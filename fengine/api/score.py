@@ -46,12 +46,9 @@ class ScoreResult(list[list[float]]):
     """`result[i][j]`: item i, label j. A list, with the attributes of SGLang's result, too."""
 
     def __init__(
-        self,
-        scores: Sequence[list[float]] = (),
-        prompt_tokens: int = 0,
-        pooled_hidden_states: list[Any] | None = None,
+        self, scores: Sequence[list[float]] = (), prompt_tokens: int = 0, pooled_hidden_states: list[Any] | None = None,
         token_logprobs: list[list[float]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(scores)
         self.prompt_tokens = prompt_tokens
         self.pooled_hidden_states = pooled_hidden_states  # one vector per item

@@ -122,12 +122,9 @@ class SamplingParams:
         Range(2**-126, 2, words="in (0, 2] (1.0 = no penalty)"),
     )  # fmt: skip
     min_new_tokens: int = declare(
-        0,
-        "integer",
-        "penalties",
-        "Until so many tokens are drawn the ids that end the request are banned.",
+        0, "integer", "penalties", "Until so many tokens are drawn the ids that end the request are banned.",
         openai="min_tokens",
-    )
+    )  # fmt: skip
     n: int = declare(1, "integer", "samples", "Results of each prompt.", Range(1, MAX_SAMPLES), openai="n")
     stop: tuple[str, ...] = declare((), "stop strings", "text", "Texts that end the output.", openai="stop")
     stop_token_ids: tuple[int, ...] = declare((), "token ids", "length", "Ids that end the output, beside eos.")

@@ -151,18 +151,12 @@ def make_scheduler(
     if record is not None and images is not None:
         raise ConfigError("scheduler.record tells no images: leave it out for a model that takes them")
     return (Scheduler if record is None else partial(RecordedScheduler, Path(record)))(
-        pool,
-        PrefixCache(pool, page_size) if config.cache.prefix_cache and spec.causal else None,
-        page_size=page_size,
+        pool, PrefixCache(pool, page_size) if config.cache.prefix_cache and spec.causal else None, page_size=page_size,
         max_running_requests=config.scheduler.max_running_requests or 1,
-        max_step_tokens=config.scheduler.max_step_tokens or 1,
-        policy=config.scheduler.policy,
-        speculation=speculation,
-        adapter_slots=slots,
-        whole_prompts=not spec.causal,
-        max_queued=config.scheduler.max_queued_requests,
+        max_step_tokens=config.scheduler.max_step_tokens or 1, policy=config.scheduler.policy, speculation=speculation,
+        adapter_slots=slots, whole_prompts=not spec.causal, max_queued=config.scheduler.max_queued_requests,
         images=images,
-    )
+    )  # fmt: skip
 
 
 def use_private_caches() -> None:

@@ -34,16 +34,10 @@ class ProfileRequest(NamedTuple):
 
 
 def checked_start(
-    output_dir: Any = None,
-    start_step: Any = None,
-    num_steps: Any = None,
-    activities: Any = None,
-    with_stack: Any = None,
-    record_shapes: Any = None,
-    profile_id: Any = None,
-    profile_prefix: Any = None,
+    output_dir: Any = None, start_step: Any = None, num_steps: Any = None, activities: Any = None,
+    with_stack: Any = None, record_shapes: Any = None, profile_id: Any = None, profile_prefix: Any = None,
     **others: Any,
-) -> ProfileRequest:
+) -> ProfileRequest:  # fmt: skip
     """SGLang's arguments of start_profile. Errors: InvalidRequestError, UnsupportedFeatureError, ProfileError."""
     _refuse(others)
     for name, value, least in (("start_step", start_step, 0), ("num_steps", num_steps, 1)):

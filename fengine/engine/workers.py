@@ -126,13 +126,9 @@ def make_runner(
 
 
 def ready(
-    config: EngineConfig,
-    loaded: Loaded,
-    runner: CpuRunner | CudaRunner,
-    kv_dtype: torch.dtype,
-    least: Callable[[int], int] = int,
-    kv_bytes: int = 0,
-) -> tuple[PoolSize, KVState]:
+    config: EngineConfig, loaded: Loaded, runner: CpuRunner | CudaRunner, kv_dtype: torch.dtype,
+    least: Callable[[int], int] = int, kv_bytes: int = 0,
+) -> tuple[PoolSize, KVState]:  # fmt: skip
     """Compiles and captures, and makes the KV pool: its size, and itself. Errors: as `build`."""
     rows, page_size, device = (
         config.scheduler.max_running_requests or 1,

@@ -24,11 +24,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 FAMILY = Family(
-    "Glm4ForCausalLM",
-    "glm4",
-    FIELDS,
-    spec_from_hf,
-    DEFAULTS,
+    "Glm4ForCausalLM", "glm4", FIELDS, spec_from_hf, DEFAULTS,
     leaves=partial(sandwich_layer, names=NORMS, fused_mlp=True),
-)
+)  # fmt: skip
 FIRST = Family("GlmForCausalLM", "glm", FIELDS, spec_from_hf, DEFAULTS, leaves=partial(prenorm_layer, fused_mlp=True))

@@ -34,9 +34,6 @@ def moe_spec(config: Config) -> ModelSpec:
 
 FAMILY = Family("GraniteForCausalLM", "granite", FIELDS, spec_from_hf)
 MOE = Family(
-    "GraniteMoeForCausalLM",
-    "granitemoe",
-    {**FIELDS, **EXPERT_FIELDS},
-    moe_spec,
+    "GraniteMoeForCausalLM", "granitemoe", {**FIELDS, **EXPERT_FIELDS}, moe_spec,
     leaves=moe_layer(expert_stacks(*NAMES)),
-)
+)  # fmt: skip

@@ -19,10 +19,6 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 FAMILY = Family(
-    "MixtralForCausalLM",
-    "mixtral",
-    FIELDS,
-    spec_from_hf,
-    DEFAULTS,
+    "MixtralForCausalLM", "mixtral", FIELDS, spec_from_hf, DEFAULTS,
     leaves=moe_layer(partial(expert_weights, block="block_sparse_moe", names=NAMES)),
-)
+)  # fmt: skip

@@ -25,10 +25,6 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 FAMILY = Family(
-    "Phi3ForCausalLM",
-    "phi3",
-    FIELDS,
-    spec_from_hf,
-    DEFAULTS,
+    "Phi3ForCausalLM", "phi3", FIELDS, spec_from_hf, DEFAULTS,
     leaves=partial(prenorm_layer, fused_qkv=True, fused_mlp=True),
-)
+)  # fmt: skip

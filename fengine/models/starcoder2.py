@@ -35,10 +35,6 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 FAMILY = Family(
-    "Starcoder2ForCausalLM",
-    "starcoder2",
-    FIELDS,
-    spec_from_hf,
-    DEFAULTS,
+    "Starcoder2ForCausalLM", "starcoder2", FIELDS, spec_from_hf, DEFAULTS,
     leaves=partial(prenorm_layer, mlp=partial(plain_mlp_weights, up="mlp.c_fc", down="mlp.c_proj")),
-)
+)  # fmt: skip

@@ -68,18 +68,13 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
     choice, forced = _choice(given, legacy, functions, has_grammar)
     shown, messages = bool(tools) and choice != "none", messages_of(given["messages"])
     return ChatOptions(
-        messages=messages,
-        tools=tools if shown else None,
-        callable=functions if shown else (),
-        forced=forced,
-        parallel=given["parallel_tool_calls"] and not legacy and not isinstance(choice, dict),
-        legacy=legacy,
-        template_values=given["chat_template_kwargs"] or {},
-        reasoning_effort=given["reasoning_effort"],
+        messages=messages, tools=tools if shown else None, callable=functions if shown else (), forced=forced,
+        parallel=given["parallel_tool_calls"] and not legacy and not isinstance(choice, dict), legacy=legacy,
+        template_values=given["chat_template_kwargs"] or {}, reasoning_effort=given["reasoning_effort"],
         add_generation_prompt=given["add_generation_prompt"] is not False and not given["continue_final_message"],
         continue_final=_continued(given, messages),
         separate_reasoning=given["separate_reasoning"] and given["include_reasoning"],
-    )
+    )  # fmt: skip
 
 
 def _continued(given: Mapping[str, Any], messages: Any) -> bool:

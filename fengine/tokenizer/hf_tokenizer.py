@@ -18,12 +18,9 @@ def hf_tokenizer(tokenizer: Tokenizer, context_length: int | None = None) -> Any
 
 
 def get_tokenizer(
-    tokenizer_name: str,
-    *,
-    tokenizer_mode: str = "auto",
-    trust_remote_code: bool = False,
+    tokenizer_name: str, *, tokenizer_mode: str = "auto", trust_remote_code: bool = False,
     tokenizer_revision: str | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """SGLang's helper: the tokenizer of a directory or hub id. Errors: ModelLoadError and its kinds.
     `trust_remote_code` is a permission, and code of a checkpoint is never run; `tokenizer_mode` has no effect."""
     return hf_tokenizer(Tokenizer.from_directory(resolve_model(tokenizer_name, tokenizer_revision, weights=False)))

@@ -70,16 +70,10 @@ def _stored_dtype(config: Config) -> torch.dtype:
 
 
 def load_params(
-    directory: Path,
-    spec: ModelSpec,
-    *,
-    dtype: Dtype = Dtype.auto,
-    device: torch.device | str = "cpu",
-    context_length: int | None = None,
-    load_format: LoadFormat = LoadFormat.auto,
-    seed: int = 0,
+    directory: Path, spec: ModelSpec, *, dtype: Dtype = Dtype.auto, device: torch.device | str = "cpu",
+    context_length: int | None = None, load_format: LoadFormat = LoadFormat.auto, seed: int = 0,
     group: Group | None = None,
-) -> Params:
+) -> Params:  # fmt: skip
     """Fused and packed parameters (see `models.weights`), of a group its rank's, and rotary tables up to
     `context_length`.
 

@@ -97,11 +97,9 @@ def each(runs: Sequence[Path], work: Callable[[Path], int], recover: Callable[[]
 
 
 def parse(
-    argv: Sequence[str],
-    options: Mapping[str, Callable[[str], Any]] | None = None,
-    flags: Sequence[str] = (),
+    argv: Sequence[str], options: Mapping[str, Callable[[str], Any]] | None = None, flags: Sequence[str] = (),
     overrides: bool = False,
-) -> Arguments:
+) -> Arguments:  # fmt: skip
     """Sorts words. `options` maps a key to what reads its value (ValueError: its text says what is allowed). With
     `overrides`, other key=value words are kept as they are. A word with "=" that is a path is a place. Errors:
     ConfigError for an unknown word, with the nearest known one; for a key given twice."""

@@ -228,18 +228,10 @@ def run_batch(point: Point, engines: EngineCache, screen: view.QuietView, argv: 
 
 
 def evaluate(
-    task: Task,
-    engine: Any,
-    out: str | Path | None = None,
-    *,
-    sampling: dict[str, Any] | None = None,
-    seed: int = 0,
-    adapter: str | None = None,
-    top_logprobs: int = 0,
-    max_errors: int | None = None,
-    show: int = 0,
+    task: Task, engine: Any, out: str | Path | None = None, *, sampling: dict[str, Any] | None = None, seed: int = 0,
+    adapter: str | None = None, top_logprobs: int = 0, max_errors: int | None = None, show: int = 0,
     judge: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Runs a task's rows through an open engine; returns what metrics.json holds.
 
     `task` brings rows, what is asked of each, scores and metrics (`fengine.eval.tasks.task.Task`). `out` is the run

@@ -63,16 +63,10 @@ class FengineAPI(ModelAPI):
     UnknownParameterError, ModelLoadError and kinds, UnsupportedFeatureError."""
 
     def __init__(
-        self,
-        model_name: str,
-        base_url: str | None = None,
-        api_key: str | None = None,
-        config: GenerateConfig | None = None,
-        use_chat_template: bool = True,
-        chat_template_args: dict[str, Any] | None = None,
-        enable_thinking: bool | None = None,
-        **settings: Any,
-    ) -> None:
+        self, model_name: str, base_url: str | None = None, api_key: str | None = None,
+        config: GenerateConfig | None = None, use_chat_template: bool = True,
+        chat_template_args: dict[str, Any] | None = None, enable_thinking: bool | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         config = GenerateConfig() if config is None else config
         super().__init__(model_name=model_name, base_url=base_url, api_key=api_key, config=config)
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -208,14 +202,9 @@ class FengineAPI(ModelAPI):
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _choice(
-        self,
-        output: dict[str, Any],
-        config: GenerateConfig,
-        form: Format | None,
-        opened: bool,
-        filled: bool,
+        self, output: dict[str, Any], config: GenerateConfig, form: Format | None, opened: bool, filled: bool,
         calls: int,
-    ) -> ChatCompletionChoice:
+    ) -> ChatCompletionChoice:  # fmt: skip
         """`filled`: the context held fewer tokens than were allowed. `calls`: tool calls made before."""
         meta = output["meta_info"]
         parsed = parse_output(output["text"], form, thinks=True, opened=opened)

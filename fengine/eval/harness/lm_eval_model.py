@@ -41,23 +41,12 @@ class FengineLM(TemplateLM):
     """
 
     def __init__(
-        self,
-        pretrained: str | Engine,
-        batch_size: int | str = "auto",
-        max_batch_size: int | None = None,
-        max_length: int | None = None,
-        max_model_len: int | None = None,
-        max_gen_toks: int = 256,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        tokenizer: str | None = None,
-        truncation_side: str = "left",
-        seed: int | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_args: dict[str, Any] | None = None,
-        think_end_token: str | int | None = None,
-        **settings: Any,
-    ) -> None:
+        self, pretrained: str | Engine, batch_size: int | str = "auto", max_batch_size: int | None = None,
+        max_length: int | None = None, max_model_len: int | None = None, max_gen_toks: int = 256,
+        add_bos_token: bool | None = None, prefix_token_id: int | None = None, tokenizer: str | None = None,
+        truncation_side: str = "left", seed: int | None = None, enable_thinking: bool | None = None,
+        chat_template_args: dict[str, Any] | None = None, think_end_token: str | int | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         named = {"tokenizer_path": tokenizer, "random_seed": seed, "max_running_requests": max_batch_size}
         settings |= {name: value for name, value in named.items() if value is not None}

@@ -130,14 +130,9 @@ class Journal(AbstractContextManager["Journal"]):
     """Appends to a journal. Modified by every method; `fsync` and `write` are the system's, and can be replaced."""
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        sync_seconds: float = 1.0,
-        sync_rows: int = 1000,
-        write: Callable[[int, bytes], int] | None = None,
-        fsync: Callable[[int], None] | None = None,
-    ) -> None:
+        self, path: Path, *, sync_seconds: float = 1.0, sync_rows: int = 1000,
+        write: Callable[[int, bytes], int] | None = None, fsync: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
         """Opens the file at its end; it holds whole lines only. Errors: StorageError."""
         self.path, self.sync_seconds, self.sync_rows = path, sync_seconds, sync_rows
         self._write, self._fsync = write or os.write, fsync or os.fsync

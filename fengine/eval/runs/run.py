@@ -40,13 +40,9 @@ Ended = tuple[int, dict[str, Any] | None]  # exit code of a run, and its metrics
 
 
 def run_point(
-    point: Point,
-    engines: EngineCache,
-    screen: QuietView,
-    argv: Sequence[str],
-    base: Path | None = None,
+    point: Point, engines: EngineCache, screen: QuietView, argv: Sequence[str], base: Path | None = None,
     export: Export | None = None,
-) -> Ended:
+) -> Ended:  # fmt: skip
     """All that can be refused is refused before a model is loaded. `base` is what a relative `task.data` is under;
     None: as the point's overrides have it. `export`: the output file of a run of prompts. Errors: FengineError, with
     nothing computed; what the journal holds stays good."""
@@ -208,14 +204,9 @@ class Run:
 
 
 def open_run(
-    folder: RunFolder,
-    point: Point,
-    what: dict[str, Any],
-    rows: RowIndex,
-    base: Path,
-    screen: QuietView,
+    folder: RunFolder, point: Point, what: dict[str, Any], rows: RowIndex, base: Path, screen: QuietView,
     export: Export | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """The run in a folder, new or as it was left; `what` is its identity. Errors: ResumeMismatchError, StorageError."""
     record = open_record(folder, point, what, base)
     table = reopen(folder, rows, provenance.canonical(record["identity"]), screen.note, screen.warn)

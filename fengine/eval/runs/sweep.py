@@ -221,13 +221,9 @@ def how_to_go_on(folder: Path, schema: Schema, out: str | None = None, key: str 
 
 
 def run_sweep(
-    command: Namespace,
-    schema: Schema,
-    jobs: Sequence[Job],
-    engines: EngineCache,
-    run: Work,
+    command: Namespace, schema: Schema, jobs: Sequence[Job], engines: EngineCache, run: Work,
     alone: Callable[[Point], int],
-) -> int:
+) -> int:  # fmt: skip
     """Returns the worst exit code of the points. `alone` is `run` for a process of its own, and is pickled by name.
     Errors: ConfigError, ResumeMismatchError, StorageError, with nothing computed."""
     points = {number: job for number, job in enumerate(jobs) if isinstance(job, Point)}
