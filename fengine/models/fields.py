@@ -1,6 +1,7 @@
 """What a `config.json` may contain: every key is read, says nothing about the result, or is refused by name."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.spec import Config
@@ -61,6 +62,13 @@ def check_fields(config: Config, fields: Fields, architecture: str) -> None:
             f"config.json has keys that may change the result and are not built for {architecture}; remove those that "
             f"do not:\n  {shown}"
         )
+
+
+def refuse_others(config: Config, built: Mapping[str, Any]) -> None:
+    """Errors: UnsupportedArchitectureError for another value than the one that is built of a setting."""
+    for name, only in built.items():
+        if config.get(name, only) != only:
+            raise UnsupportedArchitectureError(f"{name} = {config[name]!r:.80} is not supported; {only!r} is.")
 
 
 def check_model_type(config: Config, model_type: str, architecture: str) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.bert import DROPOUTS, head_weights
 from fengine.models.family import Family
-from fengine.models.fields import COMMON, READ, SPEED, TRAINING
+from fengine.models.fields import COMMON, READ, SPEED, TRAINING, refuse_others
 from fengine.models.gemma3 import UNREAD, ropes_by_type
 from fengine.models.reader import FULL, GELU_ALL, SLIDING, ConfigReader, decoder_spec, rope_spec, windowed
 from fengine.models.rope import LOCAL
@@ -42,9 +42,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
     if pool not in ("cls", "mean"):
         raise UnsupportedArchitectureError(f"classifier_pooling = {pool!r} is not supported; 'cls' and 'mean' are.")
     if config["architectures"][0].endswith("Classification"):
-        for name, only in (("classifier_activation", "gelu"), ("norm_eps", EPS)):
-            if config[name] != only:
-                raise UnsupportedArchitectureError(f"{name} = {config[name]!r} is not supported; {only!r} is.")
+        refuse_others(config, {"classifier_activation": "gelu", "norm_eps": EPS})
     read = ConfigReader(config)
     eps, reach = read.number("norm_eps", 0.0, 1.0), read.size("local_attention", 1 << 27, least=2) // 2
     interval = read.size("global_attn_every_n_layers", 1 << 12, default=3)

@@ -11,14 +11,14 @@ from torch import Tensor
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models import vision_tower as tower
 from fengine.models.family import Piece, Vision
-from fengine.models.fields import READ, TRAINING
+from fengine.models.fields import READ, TRAINING, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
 from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
-from fengine.models.vision_layers import matrix, project, vector
+from fengine.models.vision_layers import projected, projector, vector
 from fengine.models.weights import Weight
-from fengine.ops import activations, layer_norm
+from fengine.ops import layer_norm
 
 ONLY = {  # what is built of a setting
     "norm_type": "layer_norm", "use_absolute_position_embeddings": True, "use_qk_norm": False, "use_mean_pooling": True,
@@ -49,10 +49,8 @@ class InternVision(VisionSpec):
 
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     """Pure. Errors: ModelLoadError and kinds."""
-    for part, only in ((vision, ONLY), (config, WHOLE_ONLY)):
-        for name, value in only.items():
-            if part.get(name, value) != value:
-                raise UnsupportedArchitectureError(f"{name} = {part[name]!r:.80} is not supported; {value!r} is.")
+    refuse_others(vision, ONLY)
+    refuse_others(config, WHOLE_ONLY)
     for name in ("image_size", "patch_size"):
         sides = vision[name] if isinstance(vision[name], list) else [vision[name]]
         if len(set(map(str, sides))) != 1:
@@ -72,8 +70,7 @@ def weights(spec: ModelSpec) -> list[Weight]:
     return [
         *tower.weights(vision, last_norm=False, intern=True, qkv_bias=vision.qkv_bias),
         vector("norm_D", "projector.layer_norm", columns, norm=True, bias=True),
-        *matrix("project1", ["projector.linear_1"], spec.hidden_size, columns),
-        *matrix("project2", ["projector.linear_2"], spec.hidden_size, spec.hidden_size),
+        *projector(spec.hidden_size, columns),
     ]
 
 
@@ -84,8 +81,7 @@ def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor
     side, m = vision.image_size // vision.patch // vision.merge, vision.merge
     x_ID = tower.features(leaves, vision, arrays["pixels_CHW"])
     x_IK = rearrange(x_ID, "(h a w b) d -> (h w) (a b d)", h=side, a=m, b=m)
-    x_IF = project(layer_norm.layer_norm(x_IK, leaves["norm_D"], EPS), leaves, "project1")
-    return project(activations.activate(x_IF, "gelu"), leaves, "project2")
+    return projected(layer_norm.layer_norm(x_IK, leaves["norm_D"], EPS), leaves)
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:

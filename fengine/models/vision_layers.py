@@ -84,6 +84,17 @@ def project(x_IK: Tensor, params: Params, key: str) -> Tensor:
     return linear.linear(x_IK, params[f"w{key}"], params.get(f"b{key}_C"))
 
 
+def projector(hidden: int, columns: int) -> list[Weight]:
+    """LLaVA's: from a tower's columns, by two linear layers with gelu between, to embeddings. Pure."""
+    sizes = enumerate((columns, hidden), 1)
+    return [leaf for i, size in sizes for leaf in matrix(f"project{i}", [f"projector.linear_{i}"], hidden, size)]
+
+
+def projected(x_IK: Tensor, params: Params) -> Tensor:
+    """The embeddings that `projector` makes. Pure."""
+    return project(activations.activate(project(x_IK, params, "project1"), "gelu"), params, "project2")
+
+
 def act(x_IF: Tensor, kind: str) -> Tensor:
     return x_IF * torch.sigmoid(1.702 * x_IF) if kind == "quick_gelu" else activations.activate(x_IF, kind)
 

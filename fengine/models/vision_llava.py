@@ -9,20 +9,20 @@ from torch import Tensor
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models import vision_tower as tower
 from fengine.models.family import Piece, Vision
-from fengine.models.fields import READ, TRAINING
+from fengine.models.fields import READ, TRAINING, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
 from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
-from fengine.models.vision_layers import matrix, project
+from fengine.models.vision_layers import projected, projector
 from fengine.models.weights import Weight
-from fengine.ops import activations
 
 FIELDS = {
     **WHOLE, "image_token_index": READ, "image_token_id": READ, "projector_hidden_act": READ, "vocab_size": READ,
     "vision_feature_layer": READ, "vision_feature_select_strategy": READ, "multimodal_projector_bias": READ,
     "image_seq_length": "follows from the size of images", "ignore_index": TRAINING,
 }  # fmt: skip
+ONLY = {"vision_feature_select_strategy": "default", "projector_hidden_act": "gelu", "multimodal_projector_bias": True}
 CLIP = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 TEXT = {  # what transformers' LlamaConfig assumes, and the hub's LLaVA leaves out
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -35,10 +35,7 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     whole, part = ConfigReader(config), ConfigReader(vision)
     if vision.get("model_type", "clip_vision_model") != "clip_vision_model":
         raise UnsupportedArchitectureError(f"vision_config.model_type = {vision['model_type']!r:.80}: CLIP's is built.")
-    for name, only in (("vision_feature_select_strategy", "default"), ("projector_hidden_act", "gelu"),
-                       ("multimodal_projector_bias", True)):  # fmt: skip
-        if config.get(name, only) != only:
-            raise UnsupportedArchitectureError(f"{name} = {config[name]!r:.80} is not supported; {only!r} is.")
+    refuse_others(config, ONLY)
     token = whole.size("image_token_index", 1 << 24, default=whole.size("image_token_id", 1 << 24, default=32000))
     found = tower.square(part, token)
     chosen = config.get("vision_feature_layer", -2)
@@ -53,18 +50,13 @@ def weights(spec: ModelSpec) -> list[Weight]:
     vision = spec.vision
     assert vision is not None
     columns = vision.width * len(vision.feature_layers)
-    return [
-        *tower.weights(vision, clip=True, last_norm=False),
-        *matrix("project1", ["projector.linear_1"], spec.hidden_size, columns),
-        *matrix("project2", ["projector.linear_2"], spec.hidden_size, spec.hidden_size),
-    ]
+    return [*tower.weights(vision, clip=True, last_norm=False), *projector(spec.hidden_size, columns)]
 
 
 def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
     """The embeddings of an image, [tokens, D], from pixels_CHW. Pure."""
     assert spec.vision is not None
-    x_IF = project(tower.features(params["vision"], spec.vision, arrays["pixels_CHW"]), params["vision"], "project1")
-    return project(activations.activate(x_IF, "gelu"), params["vision"], "project2")
+    return projected(tower.features(params["vision"], spec.vision, arrays["pixels_CHW"]), params["vision"])
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:

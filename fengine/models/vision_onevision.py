@@ -16,14 +16,13 @@ from fengine.errors import InvalidRequestError, UnsupportedArchitectureError
 from fengine.models import vision_llava as llava
 from fengine.models import vision_tower as tower
 from fengine.models.family import Piece, Vision
-from fengine.models.fields import READ
+from fengine.models.fields import READ, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
 from fengine.models.vision_family import VisionFamily, with_vision
-from fengine.models.vision_layers import matrix, project, vector
+from fengine.models.vision_layers import projected, projector, vector
 from fengine.models.weights import Weight
-from fengine.ops import activations
 
 ONLY = {
     "vision_feature_layer": -1, "vision_feature_select_strategy": "full", "projector_hidden_act": "gelu",
@@ -64,9 +63,7 @@ def most_tiles(config: Config, vision: Config) -> int:
     """Of an image, over which it is shrunk. Pure. Errors: UnsupportedArchitectureError for what is not built."""
     if vision.get("model_type", "siglip_vision_model") != "siglip_vision_model":
         raise UnsupportedArchitectureError(f"vision_config.model_type = {vision['model_type']!r:.80}: SigLIP is built.")
-    for name, only in ONLY.items():
-        if config.get(name, only) != only:
-            raise UnsupportedArchitectureError(f"{name} = {config[name]!r:.80} is not supported; {only!r} is.")
+    refuse_others(config, ONLY)
     if not (most := re.fullmatch(r"anyres_max_([1-9]\d?)", str(config.get("vision_aspect_ratio", "anyres_max_9")))):
         raise UnsupportedArchitectureError(f"vision_aspect_ratio = {config['vision_aspect_ratio']!r:.80}: anyres_max_N")
     return int(most[1])
@@ -91,12 +88,8 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
 def weights(spec: ModelSpec) -> list[Weight]:
     vision = spec.vision
     assert vision is not None
-    return [
-        *tower.weights(vision, last_norm=False),
-        *matrix("project1", ["projector.linear_1"], spec.hidden_size, vision.width),
-        *matrix("project2", ["projector.linear_2"], spec.hidden_size, spec.hidden_size),
-        vector("newline_D", "image_newline", spec.hidden_size),
-    ]
+    newline = vector("newline_D", "image_newline", spec.hidden_size)
+    return [*tower.weights(vision, last_norm=False), *projector(spec.hidden_size, vision.width), newline]
 
 
 def cut(vision: OneVision, height: int, width: int) -> Cut:
@@ -126,7 +119,8 @@ def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor
     leaves, vision, pixels_NCHW = params["vision"], spec.vision, arrays["pixels_NCHW"]
     assert isinstance(vision, OneVision)
     at, side = cut(vision, *arrays["size_2"].tolist()), vision.image_size
-    whole_ID, *tiles = (_tile(leaves, vision, pixels_CHW[:, :side, :side]) for pixels_CHW in pixels_NCHW)
+    seen = (tower.features(leaves, vision, pixels_CHW[:, :side, :side]) for pixels_CHW in pixels_NCHW)
+    whole_ID, *tiles = (projected(x_ID, leaves) for x_ID in seen)
     n = side // vision.patch
     x_HWD = rearrange(torch.stack(tiles), "(a b) (h w) d -> (a h) (b w) d", a=at.tiles[0], h=n)[at.rows, at.columns]
     if x_HWD.shape[:2] != at.kept:
@@ -134,12 +128,6 @@ def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor
         x_HWD = rearrange(x_DHW, "d h w -> h w d").to(whole_ID.dtype)
     ends_HD = leaves["newline_D"].to(whole_ID.dtype).expand(len(x_HWD), 1, -1)
     return torch.cat((whole_ID, torch.cat((x_HWD, ends_HD), 1).flatten(0, 1)))
-
-
-def _tile(leaves: Params, vision: OneVision, pixels_CHW: Tensor) -> Tensor:
-    """The embeddings of its patches. Pure."""
-    x_IF = project(tower.features(leaves, vision, pixels_CHW), leaves, "project1")
-    return project(activations.activate(x_IF, "gelu"), leaves, "project2")
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
