@@ -81,20 +81,27 @@ def _head(prefix: str, model: str) -> dict[str, Any]:
     return {"id": new_id(prefix), "object": "list", "created": int(time.time()), "model": model}
 
 
+def _inputs(given: Mapping[str, Any], engine: Engine) -> tuple[Any, int]:
+    """(texts or ids, how many) of the field `input`. Errors: ApiError; those of the tokenizer."""
+    kind, prompts, count = texts_or_ids(given, "input")
+    if not prompts or isinstance(prompts, list) and "" in prompts:
+        raise invalid("input", "input must be no empty text, and have none.")
+    add_special, cut = given["add_special_tokens"], Truncation.of(given)
+    if cut or not add_special:
+        prompts = prompt_ids(engine.tokenizer, kind, prompts, add_special, cut, engine._parts.context_length)
+    return prompts, count
+
+
 def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """Errors: ApiError."""
     given = take(body, EMBEDDINGS)
-    cut, context, as_base64 = Truncation.of(given), engine._parts.context_length, given["encoding_format"] == "base64"
-    if given["messages"] is not None:
-        chat = chat_options(given, has_grammar=False)
-        prompts: Any = chat_ids(engine, chat, chat.template_values, body.get("add_special_tokens") is True)
-        prompts, count = cut.cut(prompts, context) if cut else prompts, 1
+    as_base64 = given["encoding_format"] == "base64"
+    if given["messages"] is None:
+        prompts, count = _inputs(given, engine)
     else:
-        kind, prompts, count = texts_or_ids(body, "input")
-        if not prompts or isinstance(prompts, list) and "" in prompts:
-            raise invalid("input", "input must be no empty text, and have none.")
-        if cut or not given["add_special_tokens"]:
-            prompts = prompt_ids(engine.tokenizer, kind, prompts, given["add_special_tokens"], cut, context)
+        cut, chat = Truncation.of(given), chat_options(given, has_grammar=False)
+        prompts = chat_ids(engine, chat, chat.template_values, body.get("add_special_tokens") is True)
+        prompts, count = cut.cut(prompts, engine._parts.context_length) if cut else prompts, 1
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         data = []
@@ -114,12 +121,8 @@ def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     if parts.spec.num_labels is None:
         told = "this model is no classifier; serve a checkpoint of …ForSequenceClassification."
         raise ApiError(400, told, "model", "unsupported_feature")
-    cut, count, prompts, names = Truncation.of(given), 0, [], hf_config(parts).get("id2label") or {}
-    if given["input"] != []:
-        kind, prompts, count = texts_or_ids(body, "input")
-        if not prompts or isinstance(prompts, list) and "" in prompts:
-            raise invalid("input", "input must be no empty text, and have none.")
-        prompts = prompt_ids(engine.tokenizer, kind, prompts, given["add_special_tokens"], cut, parts.context_length)
+    prompts, count = ([], 0) if given["input"] == [] else _inputs(given, engine)
+    names = hf_config(parts).get("id2label") or {}
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         data = []
