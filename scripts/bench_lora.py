@@ -108,6 +108,7 @@ def main() -> None:
     p.add_argument("--adapters", type=int, default=8)
     p.add_argument("--rank", type=int, default=16)
     p.add_argument("--max-rank", type=int, help="the engine's max_lora_rank; default: the rank")
+    p.add_argument("--quantization", help="of both engines: fp8 or w8a8_fp8 at load")
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--prompt", type=int, default=None, help="tokens; default 128, of the box 32")
     p.add_argument("--output", type=int, default=None, help="tokens; default 256, of the box 64")
@@ -118,6 +119,7 @@ def main() -> None:
     length, count = args.prompt or (32 if box else 128), args.output or (64 if box else 256)
     tokens = args.batch * (length + count + 64) + 4096
     options: dict[str, Any] = {"max_running_requests": args.batch + 8, "max_total_tokens": tokens}
+    options["quantization"] = args.quantization
     lora = {"enable_lora": True, "max_loras_per_batch": args.adapters + 1, "max_lora_rank": args.max_rank or args.rank}
     with ExitStack() as stack:
         starts = []

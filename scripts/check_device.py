@@ -99,6 +99,11 @@ def bits(case: Case, paths: dict[str, Any], device: str, told: dict[str, Any]) -
             stats = told["stats of " + name] = engine.stats()
             if name in EVIDENCE and not stats[EVIDENCE[name]]:
                 told[name] = f"proves nothing: no {EVIDENCE[name]}"
+    if names := work.get("lora_path"):
+        bare = [i for i, name in enumerate(names) if name is None]
+        with Engine(**options(case, paths, device, {"lora_paths": None, "max_lora_rank": None})) as engine:
+            got = [row for i in bare for row in answers(engine, one(work, i))]
+        told["rows without an adapter, without LoRA"] = verdict([want[i] for i in bare], got)
     if case.near:
         with Engine(**options(case, paths, device, WHOLE)) as engine:
             found = answers(engine, work)

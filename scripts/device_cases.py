@@ -69,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 DENSE: dict[str, Any] = {"dequantized": {"model_path": "{dense}"}}
 AT_LOAD = ("fp8", "w8a8_fp8")
+IN_FP8, W8A8 = ("float-dynamic", "float-static", "fp8-blocks"), {"quantization": "w8a8_fp8"}
 LLAMA, MIXTURE = {"family": "llama"}, {"family": "qwen3_moe", **EXPERTS}
 PREEMPTED = {"preempted": {"max_total_tokens": 320, "page_size": 16, "disable_radix_cache": True}}
 GUESSED: dict[str, dict[str, Any]] = {
@@ -121,8 +122,8 @@ def few_bits() -> dict[str, Case]:
     found = {"mxfp4, gpt_oss": Case("microscaled", {}, {}, text, EAGER | DENSE)}
     for name, config in QUANTIZED.items():
         found[f"quantized, {name}"] = Case("quantized", {"case": name, **config}, {}, text, EAGER | DENSE)
-    for name in ("float-dynamic", "float-static", "fp8-blocks"):
-        found[f"w8a8_fp8, {name}"] = Case("quantized", {"case": name}, {"quantization": "w8a8_fp8"})
+    for name in IN_FP8:
+        found[f"w8a8_fp8, {name}"] = Case("quantized", {"case": name}, W8A8)
     for kind in AT_LOAD:
         found[f"{kind} at load, llama"] = Case("plain", LLAMA, {"quantization": kind})
         found[f"{kind} at load, qwen3_moe"] = Case("plain", MIXTURE, {"quantization": kind})
@@ -151,6 +152,14 @@ def loras() -> dict[str, Case]:
     options = {"lora_paths": "{adapters}", "max_lora_rank": 16}
     kinds = {"llama": {}, "qwen2": {"head_dim": None}, "qwen3_moe": EXPERTS}
     found = {f"lora, {n}": Case("with_adapters", {"family": n, **c}, options, adapted) for n, c in kinds.items()}
+    for name in ("awq", "awq-experts", "gptq-act", "gptq-8-channel", "packed-4", "micro", *IN_FP8):
+        found[f"lora, {name}"] = Case("with_adapters", {"case": name}, options, adapted, EAGER | DENSE)
+    for name in IN_FP8:
+        found[f"lora, w8a8_fp8, {name}"] = Case("with_adapters", {"case": name}, options | W8A8, adapted)
+    for kind in AT_LOAD:
+        found[f"lora, {kind} at load, qwen3_moe"] = Case(
+            "with_adapters", MIXTURE, options | {"quantization": kind}, adapted
+        )
     found["lora, kv fp8"] = Case("with_adapters", LLAMA, options | FEW, adapted)
     found["lora, guessed"] = Case("with_adapters", LLAMA, options, adapted, {"guesses": GUESSED["n-grams"]})
     return found

@@ -151,10 +151,11 @@ def drafted(folder: Path, family: str = "llama", **config: Any) -> dict[str, Any
     return found | {"draft": str(folder / "draft"), "eagle": eagle_heads.write(folder / "eagle", told, head=128)}
 
 
-def with_adapters(folder: Path, family: str, **config: Any) -> dict[str, Any]:
+def with_adapters(folder: Path, family: str = "", case: str = "", **config: Any) -> dict[str, Any]:
+    """Of a family, or over a case of `quantized`."""
     import tiny_adapters
 
-    found = plain(folder, family, **config)
+    found = quantized(folder, case, **config) if case else plain(folder, family, **config)
     names = {
         name: str(tiny_adapters.random_adapter(folder / name, found["model"], rank, seed=rank))
         for name, rank in (("a", 8), ("b", 16), ("c", 3))

@@ -82,10 +82,6 @@ def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
     spec = spec_from_config(hf_config)
     few_kv = config.cache.kv_cache_dtype == "fp8_e4m3"
     spec = replace(spec, quantization=chosen(spec.quantization, model.quantization), few_kv=few_kv)
-    if spec.quantization is not None and config.lora.on:
-        raise UnsupportedFeatureError(
-            "LoRA adapters over quantized weights are not built; use a checkpoint in 16 bits."
-        )
     if spec.vision is not None and config.scheduler.record:
         raise UnsupportedFeatureError("scheduler.record with a model that takes images is not built; leave it out.")
     return model_dir, hf_config, embedding_spec(spec) if model.is_embedding else spec

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from fengine.models.kv_state import Params
 from fengine.models.sources import Source
 from fengine.models.spec import ModelSpec
 from fengine.ops.columns import Columns, Group
-from fengine.ops.linear import Dense
 from fengine.ops.lora import RANKS, Adapted, Stack
 
 ALIGNMENT = 128  # bytes
@@ -197,6 +196,4 @@ class Layout:
                 parent = parent[key]
             leaf = parent[site.path[-1]]
             cut = isinstance(leaf, Columns)
-            parent[site.path[-1]] = (
-                leaf._replace(leaf=Adapted(cast(Dense, leaf.leaf), stack)) if cut else Adapted(leaf, stack)
-            )
+            parent[site.path[-1]] = leaf._replace(leaf=Adapted(leaf.leaf, stack)) if cut else Adapted(leaf, stack)

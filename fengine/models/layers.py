@@ -42,7 +42,8 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, Tensors]
             }
             pos_T = torch.arange(len(batch["pos_T"]), dtype=torch.int32, device=batch["pos_T"].device)
             batch = {**batch, "pos_T": pos_T}
-        first, *norms = [*(norm_of(layer, "attn_norm_D", "wqkv") for layer in layers), (params["final_norm_D"], 0)]
+        adapters, final = adapters_of(batch), (params["final_norm_D"], 0)
+        first, *norms = [*(norm_of(layer, "attn_norm_D", adapters, "wqkv") for layer in layers), final]
         normed_TD, residual_TD = embed(params, spec, batch, first)
         k_layers, v_layers, features = [], [], []
         images, batch = batch.get("image_row_I"), {name: batch[name] for name in OF_LAYERS if name in batch}
@@ -66,9 +67,10 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, Tensors]
     return forward
 
 
-def norm_of(layer: Params, name: str, *readers: str) -> Norm | None:
-    """A norm of a layer that may have it, and the first of these leaves that there is reads. Pure."""
-    reader = next((layer[key] for key in readers if key in layer), None)
+def norm_of(layer: Params, name: str, adapters: Adapters | None, *readers: str) -> Norm | None:
+    """A norm of a layer that may have it, and the first of these leaves that there is reads; adapters read it, too, and
+    never in e4m3. Pure."""
+    reader = next((layer[key] for key in readers if key in layer and adapters is None), None)
     return (layer[name], 0 if reader is None else reader.x_group) if name in layer else None
 
 
@@ -146,10 +148,11 @@ def decoder_layer(
 ) -> LayerOut:  # fmt: skip
     """residual += attention(normed); residual += down(act(gate) * up) of rms_norm(residual). Which norms stand before
     and after the two is told by the leaves that there are."""
+    adapters = adapters_of(batch)
     delta_TD, k_PSGK, v_PSGK = attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
-    mlp_norm = norm_of(layer, "mlp_norm_D", "wgate_up", "wup")
+    mlp_norm = norm_of(layer, "mlp_norm_D", adapters, "wgate_up", "wup")
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, mlp_norm, spec, layer.get("attn_post_norm_D"))
-    delta_TD = mlp(layer, spec, adapters_of(batch), normed_TD)
+    delta_TD = mlp(layer, spec, adapters, normed_TD)
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, next_norm, spec, layer.get("mlp_post_norm_D"))
     return normed_TD, residual_TD, k_PSGK, v_PSGK
 
@@ -241,10 +244,11 @@ def mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Any) ->
 def gated_mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Any) -> Tensor:
     """down(act(gate) * up). Pure."""
     w, bias_D = layer["wdown"], layer.get("bdown_D")
+    group = w.x_group if adapters is None else 0
 
     def gated(x_TD: Any) -> Any:
         return linear.gated_linear(
-            x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.act, w.x_group
+            x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.act, group
         )
 
     if isinstance(w, columns.Columns):

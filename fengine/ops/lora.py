@@ -1,5 +1,6 @@
 """A linear layer under LoRA: y[t] = x[t] W^T + bias, plus scale * (x[t] A^T) B^T for tokens of rows with an adapter,
-each with its own adapter's A and B.
+each with its own adapter's A and B. W is a leaf of any kind, with the tree of its kind; the adapter reads x as it was
+before a product in FP8 rounds it.
 
 Several linear layers may be fused into one of P parts, as q, k, v are: every part has its own A, B, rank and scale over
 the same x, and its own columns of y. Tokens without an adapter are not touched.
@@ -11,12 +12,14 @@ once. Ranks are padded with zeros, which add nothing: a sum that began at +0 nev
 
 Schedules: few tokens give every chunk to a program of its own, many walk the chunks in one. The second is used where it
 was proved equal (see proof.py). A program of a slot without tokens, or of a part that the adapter leaves alone, ends at
-once; only what an adapter of the batch really has is read. In a CUDA graph x A^T runs beside x W^T, on a branch of its
-own; otherwise in front of it, since a second stream would cost more launches than it saves.
+once; only what an adapter of the batch really has is read. In a CUDA graph x A^T (`lora_ahead`) runs beside x W^T, on a
+branch of its own that `lora_add_` joins; otherwise in front of it, since a second stream would cost more launches than
+it saves.
 """
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,10 +27,10 @@ import torch
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import linear, linear_launch
+from fengine.ops import linear
 from fengine.ops.ahead import launcher
 from fengine.ops.cpu import contiguous, schedule
-from fengine.ops.linear import Dense
+from fengine.ops.linear import Dense, Leaf
 from fengine.ops.lora_kernels import expand_kernel, shrink_kernel
 from fengine.ops.proof import proved
 from fengine.ops.registration import dependent_launch, plain, register, triton, wide
@@ -77,19 +80,24 @@ FEW_TOKENS = 512
 
 
 def shrink(x_TK: Tensor, stack: Stack, token_A: Tensor, start_S: Tensor, s: Schedule) -> Tensor:
-    """x A^T of every token with an adapter, under schedule `s`: for `expand`. Pure."""
+    """x A^T of every token with an adapter, under schedule `s`: for `expand` under the same. Pure."""
     a, b, _, rank, widths = stack
     (tokens, k), slots, parts, ranks = x_TK.shape, len(start_S) - 1, len(widths), b.shape[2]
     assert a[0].is_contiguous() and len(token_A) <= tokens
-    chunks = triton.cdiv(k, CHUNK)
-    stored = chunks if s.split else 1
-    h = torch.empty(stored, tokens, parts, ranks, dtype=torch.float32, device=x_TK.device)
+    h = room(x_TK, a, b)
+    stored = len(h) if s.split else 1
     launcher(shrink_kernel, (_blocks(tokens, slots, s), parts * ranks // RANKS, stored))(
         x_TK, a, rank, token_A, start_S, h, tokens, k, slots, a.stride(0), rank.stride(0), parts, ranks, CHUNK,
-        1 if s.split else chunks, s.block_m, RANKS, s.block_k, triton.next_power_of_2(slots), k % CHUNK == 0,
+        len(h) // stored, s.block_m, RANKS, s.block_k, triton.next_power_of_2(slots), k % CHUNK == 0,
         num_warps=2 if s.split else 4, num_stages=4,
     )  # fmt: skip
     return h
+
+
+def room(x_TK: Tensor, a_SPRK: Tensor, b_SNR: Tensor) -> Tensor:
+    """An empty h: of each chunk, or where one program walks them all, their sum in the first. Pure."""
+    chunks, parts, ranks = -(-a_SPRK.shape[3] // CHUNK), a_SPRK.shape[1], b_SNR.shape[2]
+    return x_TK.new_empty((chunks, x_TK.shape[0], parts, ranks), dtype=torch.float32)
 
 
 def expand(y_TN: Tensor, h: Tensor, stack: Stack, token_A: Tensor, start_S: Tensor, s: Schedule) -> None:
@@ -100,7 +108,7 @@ def expand(y_TN: Tensor, h: Tensor, stack: Stack, token_A: Tensor, start_S: Tens
     tiles = sum(triton.cdiv(width, s.block_n) for width in widths)
     launcher(expand_kernel, (_blocks(tokens, slots, s), tiles))(
         y_TN, h, b, scale, rank, token_A, start_S, tokens, n, slots, b.stride(0), scale.stride(0), rank.stride(0),
-        *(*widths, 0, 0)[:3], len(widths), ranks, len(h), s.block_m, s.block_n, largest_tile(ranks),
+        *(*widths, 0, 0)[:3], len(widths), ranks, len(h) if s.split else 1, s.block_m, s.block_n, largest_tile(ranks),
         triton.next_power_of_2(slots), num_warps=4, **dependent_launch(y_TN.device.index),
     )  # fmt: skip
 
@@ -144,30 +152,41 @@ def _compare(x_TK: Tensor, stack: Stack) -> bool:
     return torch.equal(got_TN, want_TN) and not torch.equal(want_TN, before_TN)
 
 
-def launch(
-    x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, exact: bool, a_SPRK: Tensor, b_SNR: Tensor,
-    scale_SP: Tensor, rank_SP: Tensor, widths: Sequence[int], token_A: Tensor, start_S: Tensor,
-) -> Tensor:  # fmt: skip
-    """Runs the kernels."""
-    stack, x_TK = Stack(a_SPRK, b_SNR, scale_SP, rank_SP, tuple(widths)), plain(x_TK)
-    product = linear_launch.launch if exact else linear_launch.fast_launch
-    if not len(x_TK):
-        return product(x_TK, packed, n, bias_N, None)
-    many = len(x_TK) > FEW_TOKENS and is_proved(x_TK, stack)
-    few = FLOAT32 if x_TK.dtype == torch.float32 else FEW
-    s = MANY if many and few is FEW else few
-    if torch.cuda.is_current_stream_capturing():
-        here, beside = torch.cuda.current_stream(), side_stream(x_TK.device)
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            h = shrink(x_TK, stack, token_A, start_S, s)
-        y_TN = product(x_TK, packed, n, bias_N, None)
-        here.wait_stream(beside)
-    else:
-        h = shrink(x_TK, stack, token_A, start_S, s)
-        y_TN = product(x_TK, packed, n, bias_N, None)
-    expand(y_TN, h, stack, token_A, start_S, s)
-    return y_TN
+def choose(x_TK: Tensor, stack: Stack) -> Schedule:
+    """The schedule of these tokens: the fastest that is proved."""
+    if x_TK.dtype == torch.float32:
+        return FLOAT32
+    return MANY if len(x_TK) > FEW_TOKENS and is_proved(x_TK, stack) else FEW
+
+
+def ahead_launch(x: Tensor, *stack_and_adapters: Any) -> Tensor:
+    """x A^T, in a CUDA graph on a branch of its own, which `add_launch` joins: h of `expand`."""
+    *parts, token, start = stack_and_adapters
+    stack, beside = Stack(*parts), nullcontext()
+    if not len(x):
+        return room(x, stack.a_SPRK, stack.b_SNR)
+    if is_captured(x):
+        stream = side_stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        beside = torch.cuda.stream(stream)
+    with beside:
+        x = plain(x)
+        return shrink(x, stack, token, start, choose(x, stack))
+
+
+def add_launch(y: Tensor, x: Tensor, h: Tensor, *stack_and_adapters: Any) -> None:
+    """Takes x, too, which so outlives the branch that reads it."""
+    *parts, token, start = stack_and_adapters
+    stack = Stack(*parts)
+    if not len(x):
+        return
+    if is_captured(x):
+        torch.cuda.current_stream().wait_stream(side_stream(x.device))
+    expand(y, h, stack, token, start, choose(x, stack))
+
+
+def is_captured(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @cache
@@ -176,15 +195,19 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def on_cpu(
-    x: Tensor, packed: Tensor, n: int, bias: Tensor | None, exact: bool, a: Tensor, b: Tensor, scale: Tensor,
-    rank: Tensor, widths: Sequence[int], token: Tensor, start: Tensor,
-) -> Tensor:  # fmt: skip
-    y = linear.on_cpu(x, packed, n, bias, None)
-    a, b, x = a.transpose(2, 3), b.transpose(1, 2), contiguous(x, "lora_linear's x")
+def ahead_on_cpu(x: Tensor, *_: Any) -> Tensor:
+    """Nothing: one kernel computes both products, `add_on_cpu`."""
+    return x.new_empty(0)
+
+
+def add_on_cpu(
+    y: Tensor, x: Tensor, h: Tensor, a: Tensor, b: Tensor, scale: Tensor, rank: Tensor, widths: Sequence[int],
+    token: Tensor, start: Tensor,
+) -> None:  # fmt: skip
+    a, b, x, n = a.transpose(2, 3), b.transpose(1, 2), contiguous(x, "lora_add's x"), y.shape[1]
     token, start = contiguous(token, "token", torch.int32), contiguous(start, "start", torch.int32)
-    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (a[0], b[0])):
-        raise UnsupportedFeatureError("on the CPU A and B of lora_linear must be float32, and lie as Stack says")
+    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (a[0], b[0], y)):
+        raise UnsupportedFeatureError("on the CPU A, B and y of lora_add must be float32, and lie as Stack says")
     _, parts, k, ranks = a.shape
     library, threads = schedule(token.shape[0] * ranks * (parts * k + n))
     library.fengine_lora_add(
@@ -192,43 +215,45 @@ def on_cpu(
         (ctypes.c_int64 * parts)(*widths), token.data_ptr(), start.data_ptr(), start.shape[0] - 1, n, k, parts, ranks,
         a.stride(0), b.stride(0), scale.stride(0), rank.stride(0), threads,
     )  # fmt: skip
-    return y
 
 
-_op = register(
-    "lora_linear(Tensor x, Tensor packed, int n, Tensor? bias, bool exact, Tensor a, Tensor b, Tensor scale, "
-    "Tensor rank, int[] widths, Tensor token, Tensor start) -> Tensor",
-    launch, on_cpu, lambda x, packed, n, *_: x.new_empty((x.shape[0], n)),
-)  # fmt: skip
+def ahead_fake(x: Tensor, a: Tensor, b: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(0) if x.device.type == "cpu" else room(x, a, b)
+
+
+REST = "Tensor a, Tensor b, Tensor scale, Tensor rank, int[] widths, Tensor token, Tensor start"
+_ahead_op = register(f"lora_ahead(Tensor x, {REST}) -> Tensor", ahead_launch, ahead_on_cpu, ahead_fake)
+_add_op = register(f"lora_add_(Tensor(a!) y, Tensor x, Tensor h, {REST}) -> ()", add_launch, add_on_cpu)
 
 
 class Adapted(NamedTuple):
-    """A dense leaf whose tokens may have LoRA adapters: `base`, and the adapters of all slots."""
+    """A leaf whose tokens may have LoRA adapters: `base`, of any kind, and the adapters of all slots."""
 
-    base: Dense
+    base: Leaf
     stack: Stack
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    x_group = 0
+    def x_group(self) -> int:
+        return self.base.x_group
 
     def linear(
-        self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
+        self, x_TK: Any, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:
-        """As `linear.linear`, with every token's adapter added. Pure. adapters: (token_A, start_S) or None. Slot s owns
-        tokens token_A[start_S[s] : start_S[s + 1]], each token at most once; int32; what token_A holds behind
-        start_S[-1] is not looked at."""
+        """As `linear.linear`, with every token's adapter added, which reads x itself: no `e4m3.Rows`. Pure. adapters:
+        (token_A, start_S) or None. Slot s owns tokens token_A[start_S[s] : start_S[s + 1]], each token at most once;
+        int32; what token_A holds behind start_S[-1] is not looked at."""
         if adapters is None:
             return self.base.linear(x_TK, bias_N, None, out_dtype, exact)
-        return _op(x_TK, self.base.packed, self.base.n, bias_N, exact, *self.stack, *adapters)
+        h = _ahead_op(x_TK, *self.stack, *adapters)
+        y_TN = self.base.linear(x_TK, bias_N, None, out_dtype, exact)
+        _add_op(y_TN, x_TK, h, *self.stack, *adapters)
+        return y_TN
 
-    def gated(self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Tensor:
+    def gated(self, x_TK: Any, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Any:
         """As `linear.gated_linear`. Pure."""
         how = (x_TK, bias_N, adapters, exact, act, group)
         return self.base.gated(*how) if adapters is None else linear.in_two(self, *how)
 
     def plain(self, adapters: Any) -> Dense | None:
-        """The base where no row has an adapter."""
-        return self.base if adapters is None else None
+        """That of the base where no row has an adapter."""
+        return self.base.plain(None) if adapters is None else None

@@ -199,12 +199,37 @@ def test_bits_do_not_depend_on_the_layout(model: Path, paths: dict[str, str], re
             assert llm.stats()["preemptions"] > 0
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
+def test_bits_over_weights_in_few_bits(model: Path, paths: dict[str, str], quantization: str, tmp_path: Path) -> None:
+    """Under each layout, with a draft, compiled, and with adapters that are loaded and unloaded meanwhile."""
+    requests: Any = work(count=9)
+    drafted = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(model)}
+    more: dict[str, dict[str, Any]] = {
+        "draft": drafted | {"speculative_adaptive": False, "page_size": 8}, "compiled": {"enable_torch_compile": True},
+    }  # fmt: skip
+    few = {"quantization": quantization, "dtype": "bfloat16"}
+    with engine(model, lora_paths=paths, **few) as llm:
+        want = [batch(llm, [request])[0] for request in requests]
+        llm.flush_cache()
+        assert batch(llm, requests) == want
+        for name in NAMES[:4]:
+            assert llm.unload_lora_adapter(name).success and llm.load_lora_adapter(name, paths[name]).success
+        assert batch(llm, requests[::-1]) == want[::-1]
+    for name, layout in (LAYOUTS | more).items():
+        with engine(model, lora_paths=paths, **few, **layout) as llm:
+            assert batch(llm, requests) == want, name
+            check_idle(llm)
+            assert name != "draft" or llm.stats()["draft_tokens"] > 0
+
+
 @pytest.mark.gpu
-def test_bits_on_a_gpu(model: Path, paths: dict[str, str]) -> None:
+@pytest.mark.parametrize("quantization", [None, "fp8", "w8a8_fp8"])
+def test_bits_on_a_gpu(model: Path, paths: dict[str, str], quantization: str | None) -> None:
     """In bfloat16: in a graph, where x A^T runs beside x W^T, and without; alone, among others, preempted."""
     requests, found = work(count=36), []
+    few = {"device": "cuda", "dtype": "bfloat16", "quantization": quantization}
     for layout in ({}, {"disable_cuda_graph": True, "max_total_tokens": 124}, {"max_loras_per_batch": 2}):
-        with engine(model, lora_paths=paths, device="cuda", dtype="bfloat16", **layout) as llm:
+        with engine(model, lora_paths=paths, **few, **layout) as llm:
             if not found:
                 for request in requests:
                     llm.flush_cache()
@@ -212,6 +237,9 @@ def test_bits_on_a_gpu(model: Path, paths: dict[str, str]) -> None:
             order = random.Random(len(layout)).sample(range(len(requests)), len(requests))
             assert batch(llm, [requests[i] for i in order]) == [found[i] for i in order]
             check_idle(llm)
+    bare = [i for i, (*_, name) in enumerate(requests) if name is None]
+    with engine(model, **few) as llm:
+        assert batch(llm, [requests[i] for i in bare]) == [found[i] for i in bare]
 
 
 def test_bits_of_random_arrivals_in_a_compiled_engine(model: Path, paths: dict[str, str], reference: Result) -> None:

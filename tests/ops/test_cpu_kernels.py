@@ -510,8 +510,7 @@ def test_too_little_memory_is_an_error_and_not_the_end(threads: int) -> None:
         "linear": partial(linear.on_cpu, torch.empty(50_000, 1024), pack(torch.zeros(1, 1024)), 1, None, None),
         "gated_linear": partial(linear.gated_on_cpu, x, pack(torch.zeros(512, 1)), 256, None),
         "lora_add": partial(
-            lora.on_cpu, x, pack(torch.zeros(1, 1)), 1, None, True, *stack, torch.arange(100_000).int(),
-            ints([0, 100_000]),
+            lora.add_on_cpu, torch.empty(100_000, 1), x, x, *stack, torch.arange(100_000).int(), ints([0, 100_000]),
         ),
         "attention": partial(attention.on_cpu, q, k, k, ints([0, 1]), ints([1]), ints([[0]]), 1.0),
         "attention in parts": partial(

@@ -29,11 +29,13 @@ from fengine.ops import (
     linear_hopper,
     linear_launch,
     lora,
+    quantized,
     rms_norm,
     rope,
     rope_kernels,
     sampling,
     sampling_kernels,
+    w8a8,
 )
 from fengine.ops.proof import captured
 
@@ -385,16 +387,28 @@ def test_lora(dtype: torch.dtype, tokens: int, k: int, widths: tuple[int, ...], 
         got = y.clone()
         lora.expand(got, lora.shrink(x, stack, token, start, schedule), stack, token, start, schedule)
         assert_close(got, want, dtype)
+    got, h = y.clone(), lora.ahead_launch(x, *stack, token, start)
+    lora.add_launch(got, x, h, *stack, token, start)
+    assert_close(got, want, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 64, 900])
-def test_lora_in_a_graph_has_the_same_bits(tokens: int):
-    """There x A^T runs beside x W^T."""
+@pytest.mark.parametrize("kind", ["dense", "int4", "fp4", "fp8", "w8a8"])
+def test_lora_in_a_graph_has_the_same_bits(kind: str, tokens: int):
+    """There x A^T runs beside x W^T. Of weights in few bits: those of the dequantized matrix."""
     y, x, stack, token, start = lora_case(tokens, 14336, (1024, 128, 128), 16, [16, 0, 7], swapped=False)
     x, w, a, b = put((x, torch.randn(1280, 14336) / 128, stack.a_SPRK, stack.b_SNR), torch.bfloat16)
     stack = lora.Stack(a, b, stack.scale_SP.to(DEVICE), stack.rank_SP.to(DEVICE), stack.widths)
-    token, start, leaf = token.to(DEVICE), start.to(DEVICE), lora.Adapted(linear.pack(w), stack)
+    token, start, base = token.to(DEVICE), start.to(DEVICE), linear.pack(w)
+    if kind != "dense":
+        codes = quantized.encoded(w, kind, {"int4": 128, "fp4": 32}.get(kind, 0))
+        base = w8a8.pack(codes) if kind == "w8a8" else quantized.pack(codes, torch.bfloat16)
+        if kind != "w8a8":
+            dense = linear.pack(quantized.dequantized(codes, torch.bfloat16))
+            want, got = (linear.linear(x, lora.Adapted(one, stack), None, (token, start)) for one in (dense, base))
+            assert torch.equal(got, want)
+    leaf = lora.Adapted(base, stack)
 
     def layers() -> Tensor:
         return torch.cat([linear.linear(x * n, leaf, None, (token, start)) for n in range(1, 30)])

@@ -432,5 +432,3 @@ def test_the_engine_checks_quantization_against_the_file(tmp_path: Path) -> None
             engine.generate(**asked)
         engine.resume_memory_occupation()
         assert engine.generate(**asked)["output_ids"] == want["output_ids"]
-    with pytest.raises(UnsupportedFeatureError, match="LoRA adapters over quantized weights"):
-        Engine(model_path=str(few), enable_lora=True, **facts)

@@ -253,10 +253,11 @@ def adapted(engine: Engine, folder: Path) -> list[Any]:
     return [[(out["text"], out["meta_info"].get("output_token_logprobs")) for out in each] for each in found]
 
 
-def test_adapters_are_those_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("few", [{}, {"quantization": "fp8"}, {"quantization": "w8a8_fp8"}], ids=str)
+def test_adapters_are_those_of_one(few: dict[str, Any], tmp_path: Path) -> None:
     for seed, name in enumerate(("first", "second")):
         tiny_adapters.random_adapter(tmp_path / name, BOX, 8, seed=seed)
-    lora: Any = {"lora_paths": {"first": str(tmp_path / "first")}, "max_loras_per_batch": 2, "enable_lora": True}
+    lora: Any = {"lora_paths": {"first": str(tmp_path / "first")}, "max_loras_per_batch": 2, "enable_lora": True} | few
     with Engine(**SETTINGS, **lora) as one, Engine(**SETTINGS, **lora, tp_size=2) as two:
         want, got = adapted(one, tmp_path), adapted(two, tmp_path)
         plain = one.generate(PROMPTS, PARAMS[0] | {"max_new_tokens": 8})
