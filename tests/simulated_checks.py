@@ -11,7 +11,7 @@ from fengine.core.request import Request
 from fengine.core.running import is_lockstep, prefix_limit
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.core.speculation import FEW, Ask
+from fengine.core.speculation import FEW, Ask, Late
 from fengine.core.window_pages import WindowPages
 from fengine.errors import CapacityError, InvariantError, QueueFullError
 
@@ -22,6 +22,7 @@ class Asked(NamedTuple):
     rest_until: int
     try_from: int
     gain: float
+    hope_from: int
 
 
 class Checks:
@@ -35,6 +36,7 @@ class Checks:
         self._schedule, self._add, self.computed, self.hits = scheduler.schedule, scheduler.add, 0, 0
         self.asks: list[Ask] = []
         self.proposals: list[list[int]] = []
+        self.late = False  # whether the host does not know them yet
         self.records: dict[Request, Asked] = {}
         if scheduler.speculation is not None:
             self._propose = scheduler.speculation.propose
@@ -61,17 +63,21 @@ class Checks:
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
         """In place of the proposer: remembers."""
-        self.asks, self.proposals = list(asks), [list(proposal) for proposal in self._propose(asks)]
-        return self.proposals
+        found = self._propose(asks)
+        self.asks, self.proposals = list(asks), [list(proposal) for proposal in found]
+        self.late = any(isinstance(proposal, Late) for proposal in found)
+        return found
 
     def schedule(self) -> SchedulerOutput | None:
         """In place of the scheduler's. Errors: InvariantError."""
-        self.asks, self.proposals = [], []
+        self.asks, self.proposals, self.late = [], [], False
         rows, waiting = self.rows, self.waiting.requests()
         ran = [*rows.prompting, *rows.decoding]
         if self.scheduler.speculation:
             known = waiting + ran
-            self.records = {r: Asked(d.rest_until, d.try_from, d.gain) for r in known if (d := r.drafting) is not None}
+            self.records = {r: Asked(d.rest_until, d.try_from, d.gain, d.hope_from)
+                            for r in known if (d := r.drafting) is not None}  # fmt: skip
+        guessed = any(before.guessed for before in self.scheduler._in_flight)
         self._check_blocked()
         self.seen = waiting
         sits = {r for r in rows.decoding if r.num_pending and is_lockstep(r)}
@@ -103,7 +109,7 @@ class Checks:
         self._check_progress(ran, sits, planned, bool(victims), sum(output.counts))
         self._check_admitted(output, planned, waiting, alone)
         self._check_drafts(output, planned)
-        self._check_asks(output, planned)
+        self._check_asks(output, planned, guessed)
         self.computed += sum(output.counts)
         if self.scheduler.num_computed_tokens != self.computed:
             raise InvariantError(f"{self.computed} tokens are planned, counted otherwise")
@@ -222,17 +228,22 @@ class Checks:
         if speculation is None or not speculation.waits or not 0 < len(rows) < speculation.full:
             return False
         told = [(self.records[r], r.num_computed) for r in rows if r in self.records]
-        gain = sum(record.gain for record, known in told if known >= record.try_from)
-        return gain > (0 if len(rows) == 1 else len(rows) * speculation.toll)
+        gain = sum(
+            record.gain if known < record.hope_from else speculation.hope
+            for record, known in told if known >= record.try_from
+        )  # fmt: skip
+        return gain > (0 if len(rows) == 1 else len(rows) * (speculation.toll + len(rows) * speculation.crowd))
 
-    def _check_asks(self, output: SchedulerOutput, planned: list[Request]) -> None:
-        """Every row that decodes is asked for, and nobody else; drafts fill what is left of the step, in fair parts."""
+    def _check_asks(self, output: SchedulerOutput, planned: list[Request], guessed: bool) -> None:
+        """Every row that decodes is asked for, and nobody else; drafts fill what is left of the step, in fair parts.
+        `guessed`: guesses are in flight that nobody knows, so that nobody is asked."""
         speculation, drafts = self.scheduler.speculation, dict(output.drafts)
         if speculation is None:
             return
         left = self.step_tokens - sum(output.counts) + sum(map(len, drafts.values()))
         tried, expected = self._pays(self.rows.decoding), {}
-        if left > 0 and len(planned) < speculation.full and (tried or speculation.mixed or not speculation.waits):
+        asked = tried or speculation.mixed or not speculation.waits
+        if left > 0 and len(planned) < speculation.full and asked and not guessed:
             least = 1 if len(planned) == 1 or speculation.waits else min(FEW, self.most_drafts)
             untold = {new.rid for new in output.new_rows}
             for i, (request, start) in enumerate(zip(planned, output.starts, strict=True)):
@@ -246,6 +257,8 @@ class Checks:
                 expected = {i: min(room, -(-left // len(expected))) for i, room in expected.items()}
         if {ask.row: ask.most for ask in self.asks} != expected or any(ask.tried != tried for ask in self.asks):
             raise InvariantError(f"{[ask[3:] for ask in self.asks]} are asked for, not {expected}, tried {tried}")
+        if output.guessed != (bool(output.drafts) and self.late):
+            raise InvariantError(f"guesses are said to lie on the device: {output.guessed}, and are late: {self.late}")
         wanting = sum(map(bool, self.proposals))
         for ask, proposal in zip(self.asks, self.proposals, strict=True):
             if proposal:

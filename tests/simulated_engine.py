@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from books import check_scheduler
 from simulated_checks import Checks
+from simulated_drafts import Drafts
 from simulated_oracle import Solo, judge
 from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, image_need, need
 from simulated_references import CheckedCache, CheckedImages, CheckedWindows
@@ -32,7 +33,6 @@ from fengine.core.request import Adapter, Request, SamplingParams
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput, Scores, Span, StepOutput
 from fengine.core.simulated_device import SimulatedDevice
-from fengine.core.speculation import Ask, Proposer, Speculation
 from fengine.engine import memory
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.inbox import FORKED
@@ -50,8 +50,6 @@ from fengine.errors import (
     QueueFullError,
 )
 from fengine.models.kv_state import KVState
-from fengine.speculative.ngram import follow, ngram_proposer
-from fengine.speculative.proposers import first_of
 
 STEP = 0.001  # seconds of a step
 PATIENCE = 100.0  # seconds until somebody is said to wait for ever
@@ -110,6 +108,7 @@ class World:
         self.plan, self.settings, self.actions = plan, plan.settings, actions
         self.machine = Machine(random.Random(plan.seed * 2 + 1), self.settings.eager)
         self.solo = Solo()
+        self.drafts = Drafts(self)
         s = self.settings
         self.args = ServerArgs(
             model_path="box",
@@ -171,7 +170,7 @@ class World:
         self.scheduler = Scheduler(
             pool, CheckedCache(pool, s.page_size) if s.cached else None, page_size=s.page_size,
             max_running_requests=s.rows, max_step_tokens=s.budget, policy=s.policy, adapter_slots=s.adapter_slots,
-            speculation=self._speculation(), max_queued=s.max_queued,
+            speculation=self.drafts.speculation(), max_queued=s.max_queued,
             images=CheckedImages(s.image_rows, s.patches) if s.image_rows else None,
         )  # fmt: skip
         checks = Checks(self.scheduler, 6, max(s.budget, 4))
@@ -245,18 +244,6 @@ class World:
         batch = SimpleNamespace(stage=lambda output: output, release=self.device.release)
         return batch, SimpleNamespace(params={}, launch=self._execute)
 
-    def _speculation(self) -> Speculation | None:
-        s = self.settings
-        if s.guess is None:
-            return None
-        propose: Any = {"ngram": self._copies(ngram_proposer(1, 4)), "both": self._both()}
-        model = s.guess in ("model", "both")
-        return Speculation(
-            propose.get(s.guess, self._guess if model else self._propose), 6, max(s.budget, 4), len(PIECES),
-            full=3 if model else 1 << 30, waits=model, mixed=s.guess == "both", hope=1.0 if model else 0.0,
-            toll=0.4 if model else 0.0,
-        )  # fmt: skip
-
     def _kv(self) -> KVState:
         """A new KV state: every slot is empty."""
         for page in [page for pages in self.device.groups for page in pages]:
@@ -272,7 +259,7 @@ class World:
             raise Violation(f"a step runs while {self.released} is released")
         if self.fault == ("launch", output.step):
             raise DeviceError
-        tokens, logprobs, errors = self.device.execute(output)
+        tokens, logprobs, errors = self.device.execute(self.drafts.fed(output))
         prompts = self._scores(output)
 
         def result() -> StepOutput:
@@ -321,66 +308,6 @@ class World:
                 raise Violation("a command was executed inside of a step")
 
         return process
-
-    def _propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        found = []
-        for ask in asks:
-            request, job = ask.request, self.jobs[ask.request.rid]
-            right = self.solo.follow(job, request, self.device.weights, ask.skip + ask.most)[ask.skip :]
-            good = {"right": 99, "wrong": 0}.get(self.settings.guess or "", len(request.token_ids) * 7 % 5)
-            found.append(right[:good] + [(token + 1) % len(PIECES) for token in right[good:]])
-        return found
-
-    @staticmethod
-    def _copies(propose: Proposer) -> Proposer:
-        """Proposes what stands behind an earlier copy of the last token, and learns of each try once."""
-
-        def checked(asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
-            found = propose(asks)
-            for ask, proposal in zip(asks, found, strict=True):
-                ids, count = ask.request.token_ids, ask.skip + len(proposal)
-                ends = [end for end in range(1, len(ids)) if ids[end - 1] == ids[-1]] if proposal else []
-                if proposal and all(follow(ids, end, count)[ask.skip :] != proposal for end in ends):
-                    raise Violation(f"{proposal} stands nowhere behind {ids}")
-                if ask.drafting.last is not None:
-                    raise Violation("a try is learnt from twice")
-            return found
-
-        return checked
-
-    def _both(self) -> Proposer:
-        """Each of two proposers is told of its own tries."""
-        copied: list[Sequence[int]] = []
-        ngram = self._copies(ngram_proposer(1, 4))
-
-        def noted(asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
-            copied[:] = ngram(asks)
-            return copied
-
-        propose = first_of(noted, self._guess)
-
-        def checked(asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
-            found = propose(asks)
-            for ask, proposal in zip(asks, copied, strict=True):
-                memo, rests = ask.drafting.memo, ask.drafting.rest_until
-                if memo.last[0] is not (memo.ngram if proposal else memo.model):
-                    raise Violation("a try is told to the other proposer")
-                if rests != min(memo.ngram.rest_until, memo.model.rest_until):
-                    raise Violation("a proposer is not asked when it wants to be")
-            return found
-
-        return checked
-
-    def _guess(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """As a model does, which needs every token, and is asked where it pays."""
-        found = self._propose(asks)
-        for i, ask in enumerate(asks):
-            known, drafting = len(ask.request.token_ids), ask.drafting
-            if drafting.last is not None and not drafting.last[1]:
-                drafting.gain, drafting.try_from = (known % 3) / 4, known + known % 5
-            if ask.skip or not ask.tried or known < drafting.try_from:
-                found[i] = []
-        return found
 
     def _update_weights(self) -> None:
         if (reason := self.core.refusal("weights")) is not None:

@@ -10,7 +10,7 @@ from fengine.core.window_pages import Windows
 PIECES = (b"a", b"b", b"ab", b" ", "é".encode()[:1], "é".encode()[1:], b"ba", b".", b"#", b"\xff", b"c", b"bc")
 EOS, BAD = 8, 11  # the id that ends a text, and one that a broken tokenizer does not know
 STOPS = ("ab", "b.", "a b", "é", "cc", "bab")
-GUESSES = (None, None, None, None, "right", "mixed", "wrong", "ngram", "model", "both")
+GUESSES = (None, None, None, None, "right", "mixed", "wrong", "ngram", "model", "model", "both")
 PRIORITIES = (0, 0, 0, 0, 1, -1)
 PROCESSORS = (None, None, None, None, None, "plain", "raises", "asks")
 
@@ -72,6 +72,7 @@ class Settings:
     cached: bool = True
     overlap: bool = True
     guess: str | None = None
+    full: int = 3  # rows beside which a model is not tried
     adapter_slots: int = 0
     max_queued: int | None = None
     interval: int = 1
@@ -83,6 +84,7 @@ class Settings:
     patience: int = 32  # LPM_PATIENCE
     window: int = 32  # LPM_WINDOW
     pinned: bool = False  # the adapter A keeps its slot
+    bare: bool = False  # most requests want nothing but tokens
 
 
 @dataclass(frozen=True)
@@ -113,15 +115,17 @@ def plan_of(seed: int, size: int = 1) -> Plan:
     settings = Settings(
         page_size=page, rows=rng.choice([1, 2, 4, 6, 6]), budget=rng.choice([1, 3, 6, 24, 24]),
         policy=rng.choice(list(Policy)), cached=rng.random() < 0.8, overlap=rng.random() < 0.7,
-        guess=rng.choice(GUESSES), adapter_slots=rng.choice([0, 0, 1, 2]),
+        guess=rng.choice(GUESSES), full=rng.choice([3, 5, 7]), adapter_slots=rng.choice([0, 0, 1, 2]),
         max_queued=rng.choice([None, None, None, 0, 2]), interval=rng.choice([1, 2, 3]),
         incremental=rng.random() < 0.3, eager=rng.choice([0.02, 0.2, 0.6, 1.0]),
         image_rows=rng.choice([0, 0, 1]), patches=rng.choice([1, 4, 100]),
         patience=rng.choice([32, 1, 3]), window=rng.choice([32, 2, 5]),
     )  # fmt: skip
     settings = replace(settings, pinned=settings.adapter_slots == 2 and rng.random() < 0.5)
+    if settings.guess == "model" and rng.random() < 0.5:  # many rows, whose guesses need not be known
+        settings = replace(settings, rows=6, budget=24, overlap=True, full=7, bare=True)
     ranks = rng.choice([PRIORITIES[:1], PRIORITIES[:5], PRIORITIES[3:]])
-    span = rng.choice([0.0, 0.005, 0.02, 0.1]) * size  # seconds in which things begin
+    span = rng.choice([0.0, 0.005] if settings.bare else [0.0, 0.005, 0.02, 0.1]) * size  # in which things begin
     stems = [tuple(rng.randrange(len(PIECES)) for _ in range(rng.randrange(1, 14))) for _ in range(2)]
     events = [client(rng, name, settings, stems, ranks, span) for name in range(size * rng.choice([1, 3, 4, 6, 9]))]
     for _ in range(size * rng.choice([0, 0, 1, 2, 4])):
@@ -133,7 +137,7 @@ def plan_of(seed: int, size: int = 1) -> Plan:
     if settings.image_rows:
         most = max(image_need(job) for event in events for job in event.jobs)
         settings = replace(settings, image_rows=max(1, most + rng.choice([-1, 0, 0, 1, 4, 20])))
-    pages = 1 + longest + rng.choice([-1, 0, 0, 1, 2, 3, longest, 3 * longest])
+    pages = 1 + longest + rng.choice([-1, 0, 0, 1, 2, 3, longest, 3 * longest]) + 3 * longest * settings.bare
     settings = replace(settings, num_pages=max(2, pages))
     if rng.random() < 0.4:
         windows = Windows(rng.choice([1, 3, 8]), rng.choice([1, 4]), page, 0, settings.budget, rng.random() < 0.5)
@@ -156,7 +160,9 @@ def client(
     rng: random.Random, name: int, settings: Settings, stems: list[tuple[int, ...]], ranks: tuple[int, ...], span: float
 ) -> Event:
     kind = rng.choice(CLIENTS)
-    jobs = tuple(job_of(rng, settings, stems, ranks) for _ in range(rng.choice([1, 1, 2, 3])))
+    jobs = tuple(
+        job_of(rng, settings, stems, ranks) for _ in range(rng.choice([2, 3, 4] if settings.bare else [1, 1, 2, 3]))
+    )
     if kind == "chat":
         jobs = tuple(replace(job, salt=None, pictures=()) for job in jobs)
     if kind == "again" and rng.random() < 0.5:
@@ -175,7 +181,7 @@ def job_of(rng: random.Random, settings: Settings, stems: list[tuple[int, ...]],
     if settings.image_rows and rng.random() < 0.6:
         ids, pictures = with_pictures(rng, ids)
     processor = rng.choice(PROCESSORS)
-    return Job(
+    job = Job(
         ids, new, rng.randrange(5),
         stop_ids=frozenset({EOS}) if rng.random() < 0.5 else frozenset(),
         stop=tuple(rng.sample(STOPS, rng.randrange(1, 3))) if rng.random() < 0.25 else (),
@@ -189,6 +195,9 @@ def job_of(rng: random.Random, settings: Settings, stems: list[tuple[int, ...]],
         priority=rng.choice(ranks),
         pictures=pictures,
     )  # fmt: skip
+    if settings.bare and rng.random() < 0.9:
+        return replace(job, new=max(new, 8), least=0, grammar=False, processor=None, fails_at=None, scored=None)
+    return job
 
 
 def with_pictures(rng: random.Random, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Picture, ...]]:

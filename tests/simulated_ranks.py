@@ -254,6 +254,7 @@ class RanksWorld(World):
         super().__init__(plan, ACTIONS)
         self.happened, self.differs_from = False, 0
         self.staged: Any = None  # the step that is launched
+        self.drafts.feeds = False
         self.new_kvs = [-1, *[0] * (plan.ranks - 1)]  # how often each rank has made its pages anew
         self.exchange = Exchange(self.machine, plan.ranks)
         if plan.fault is not None and plan.fault.kind != "late":

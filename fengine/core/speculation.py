@@ -110,7 +110,7 @@ def schedule_drafts(batch: SchedulerOutput, rows: Rows, speculation: Speculation
     wanting = sum(map(bool, proposals))
     if not wanting:
         return
-    batch.guessed, spare = any(isinstance(proposal, Late) for proposal in proposals), rows.spare()
+    spare = rows.spare()
     for ask, proposal in zip(asks, proposals, strict=True):
         if not proposal:
             continue
@@ -123,6 +123,7 @@ def schedule_drafts(batch: SchedulerOutput, rows: Rows, speculation: Speculation
         left -= len(draft)
         batch.counts[ask.row] += len(draft)
         batch.drafts.append(Drafts(ask.row, draft))
+        batch.guessed = isinstance(proposal, Late)  # as all others
         rows.leave_behind(request)
         rows.grow(request, request.num_computed + len(draft))
         spare -= len(request.pages) - held

@@ -1,6 +1,7 @@
 """Whole-engine schedules: threads, clock and device are simulated, everything between them is real."""
 
 import random
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from simulated_run import shrunk, violation, world_of
 from simulated_threads import Deadlock, Machine
 
 from fengine.core.scheduler import Scheduler
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.engine.output_processor import OutputProcessor
 
 
@@ -60,6 +62,21 @@ def test_callers_of_a_dead_loop_are_a_violation(monkeypatch: pytest.MonkeyPatch)
     plan = Plan(1, Settings(), (call, Event(1, 0.005, "launch", what=1)))
     assert "Deadlock" in (violation(plan) or "")
     assert violation(plan.without({1})) is None
+
+
+def test_guesses_that_are_asked_for_twice_before_they_are_known_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time drops what is in flight."""
+    schedule = Scheduler.schedule
+
+    def forgets(self: Scheduler) -> SchedulerOutput | None:
+        known = [replace(before, guessed=False) for before in self._in_flight]
+        before, self._in_flight = self._in_flight, deque(known)
+        output = schedule(self)
+        self._in_flight = deque([*before, output] if output is not None else before)
+        return output
+
+    monkeypatch.setattr(Scheduler, "schedule", forgets)
+    assert any(violation(plan) for seed in range(400) if (plan := plan_of(seed)).settings.bare)
 
 
 def test_threads_that_wait_for_each_other_are_told() -> None:
