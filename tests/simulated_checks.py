@@ -51,6 +51,8 @@ class Checks:
         tokens = request.prompt_len + request.max_new_tokens
         large = -(-tokens // rows.page_size) > rows.pool.capacity
         large = large or (images is not None and images.need(request.images) > images.capacity)
+        together = [span.image.tokens for span in request.images if span.image.bidirectional]
+        large = large or max(together, default=0) > self.scheduler.max_step_tokens
         refused: type | None = None
         try:
             self._add(request)
@@ -94,7 +96,10 @@ class Checks:
         if output is None:
             if not flying and not ran and waiting and not draining and not self.rows.num_running:
                 raise InvariantError(f"nothing runs, and nobody of {[r.rid for r in waiting]} is admitted")
-            if not waits and not draining and not victims and set(ran) - sits:
+            whole = {
+                r for r in ran if sits and any(image.bidirectional for _, image in r.images)
+            }  # for whom room is kept
+            if not waits and not draining and not victims and set(ran) - sits - whole:
                 raise InvariantError(f"{[r.rid for r in ran]} run, and nothing is planned")
             return None
         planned = list(output.requests)
@@ -105,6 +110,7 @@ class Checks:
         for image, table_rows in output.encodes:
             if self.scheduler.images is None or self.scheduler.images._entries[image.key].rows != table_rows:
                 raise InvariantError("an image is encoded for nobody")
+        self._check_images(output)
         self._check_budget(output)
         self._check_progress(ran, sits, planned, bool(victims), sum(output.counts))
         self._check_admitted(output, planned, waiting, alone)
@@ -156,6 +162,14 @@ class Checks:
         rows = self.rows
         due = sum(-(-len(r.token_ids) // rows.page_size) - len(r.pages) for r in rows.prompting)
         return rows.pool.num_free + rows.pool.num_idle - rows.num_running - due
+
+    @staticmethod
+    def _check_images(output: SchedulerOutput) -> None:
+        """No chunk ends in an image whose tokens see each other; behind a hit it may begin there."""
+        for request, start, count in zip(output.requests, output.starts, output.counts, strict=True):
+            for at, image in request.images:
+                if image.bidirectional and at < start + count < at + image.tokens:
+                    raise InvariantError(f"an image of {request.rid!r} is cut by positions {start} : {start + count}")
 
     def _check_budget(self, output: SchedulerOutput) -> None:
         most = self.scheduler.max_step_tokens

@@ -344,6 +344,8 @@ class World:
             or isinstance(error, CapacityError) and any(need(job, s.page_size) >= s.num_pages for job in jobs)
             or isinstance(error, CapacityError) and event.kind == "chat"
             or isinstance(error, CapacityError) and any(image_need(job) > s.image_rows for job in jobs)
+            or isinstance(error, CapacityError) and s.together
+            and any(picture.tokens > s.budget for job in jobs for picture in job.pictures)
             or isinstance(error, QueueFullError) and s.max_queued is not None
             or isinstance(error, EngineDeadError) and "detokenizing" in str(error) and self._is_broken(event)
         )  # fmt: skip
@@ -362,7 +364,10 @@ class World:
         request.early_ids = frozenset({EOS}) if job.least else frozenset()
         request.cache_salt, request.priority = job.salt, job.priority
         request.adapter = self.adapters.get(job.adapter or "")
-        request.images = tuple(ImageSpan(p.start, Image(bytes([p.key]), p.tokens, p.patches, {})) for p in job.pictures)
+        request.images = tuple(
+            ImageSpan(p.start, Image(bytes([p.key]), p.tokens, p.patches, {}, self.settings.together))
+            for p in job.pictures
+        )
         return request
 
     def context(self, event: Event, loop: Any = None) -> Any:

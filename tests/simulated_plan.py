@@ -80,6 +80,7 @@ class Settings:
     eager: float = 0.5  # how probable it is that a thread loses its turn where it may
     windows: Windows | None = None
     image_rows: int = 0  # of a model that takes images
+    together: bool = False  # tokens of an image see each other
     patches: int = 1  # of images that are encoded before one step
     patience: int = 32  # LPM_PATIENCE
     window: int = 32  # LPM_WINDOW
@@ -124,6 +125,7 @@ def plan_of(seed: int, size: int = 1) -> Plan:
     settings = replace(settings, pinned=settings.adapter_slots == 2 and rng.random() < 0.5)
     if settings.guess == "model" and rng.random() < 0.5:  # many rows, whose guesses need not be known
         settings = replace(settings, rows=6, budget=24, overlap=True, full=7, bare=True)
+    settings = replace(settings, together=rng.random() < 0.4)
     ranks = rng.choice([PRIORITIES[:1], PRIORITIES[:5], PRIORITIES[3:]])
     span = rng.choice([0.0, 0.005] if settings.bare else [0.0, 0.005, 0.02, 0.1]) * size  # in which things begin
     stems = [tuple(rng.randrange(len(PIECES)) for _ in range(rng.randrange(1, 14))) for _ in range(2)]
