@@ -14,34 +14,33 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
 
 from fengine import Engine
 
 
-def make_app(**settings: Any) -> FastAPI:
+def make_app(**settings: Any) -> Starlette:
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         with Engine(**settings) as app.state.engine:
             yield
 
-    app = FastAPI(lifespan=lifespan)
-
-    @app.exception_handler(ValueError)  # fengine's errors about what a caller passed are ValueErrors, as JSON's are
     async def refuse(request: Request, error: ValueError) -> JSONResponse:
         return JSONResponse({"error": str(error)}, 400)
 
-    @app.post("/generate")
     async def generate(request: Request) -> JSONResponse:
         body = await request.json()
-        output = await app.state.engine.async_generate(body.get("prompt"), body.get("sampling_params"))
+        output = await request.app.state.engine.async_generate(body.get("prompt"), body.get("sampling_params"))
         return JSONResponse({"response": output["text"]})
 
-    @app.post("/generate_stream")
     async def generate_stream(request: Request) -> StreamingResponse:
         body = await request.json()
-        chunks = await app.state.engine.async_generate(body.get("prompt"), body.get("sampling_params"), stream=True)
+        chunks = await request.app.state.engine.async_generate(
+            body.get("prompt"), body.get("sampling_params"), stream=True
+        )
 
         async def texts() -> AsyncIterator[str]:
             had = 0
@@ -51,7 +50,12 @@ def make_app(**settings: Any) -> FastAPI:
 
         return StreamingResponse(texts(), media_type="text/plain")
 
-    return app
+    routes = [
+        Route("/generate", generate, methods=["POST"]),
+        Route("/generate_stream", generate_stream, methods=["POST"]),
+    ]
+    # fengine's errors about what a caller passed are ValueErrors, as JSON's are
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={ValueError: refuse})  # type: ignore[dict-item]
 
 
 if __name__ == "__main__":

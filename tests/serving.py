@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the extra serve")
+pytest.importorskip("starlette", reason="the extra serve")
 
 from loops import in_loop
 

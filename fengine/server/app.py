@@ -1,18 +1,17 @@
-"""The HTTP face of a `Service`: routes, bodies, streams, errors. FastAPI routes; bodies are read by us."""
+"""The HTTP face of a `Service`: paths, bodies, streams, errors. Plain ASGI: one table of paths behind the gate."""
 
 import asyncio
 import json
 import os
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
+from starlette.datastructures import State
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fengine.api.engine import Engine
 from fengine.core.json_text import parse_json
@@ -21,7 +20,7 @@ from fengine.server.answers import events
 from fengine.server.config import ServerConfig
 from fengine.server.endpoints import ENDPOINTS, Endpoint, open_api
 from fengine.server.errors import ApiError, api_error_of
-from fengine.server.gate import Access, Gate
+from fengine.server.gate import Access, Gate, path_of
 from fengine.server.metrics import CONTENT_TYPE
 from fengine.server.service import Call, ClientGone, Service
 
@@ -30,33 +29,73 @@ KEY_VARIABLE, ADMIN_VARIABLE = "FENGINE_API_KEY", "FENGINE_ADMIN_KEY"
 BY_BOTH = frozenset({"/flush_cache", "/ping"})  # asked with GET or POST, as SGLang's and SageMaker's
 BY_PAGES = ("origin", "sec-fetch-site")  # headers of what a web page sends, which needs no permission without a body
 LONG = 1 << 16  # bytes of a body that would hold up the other answers while it is parsed
+MODELS = "/v1/models/"  # and a name behind it, which may have slashes
+SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui"
+DOCS = f"""<!doctype html><html lang="en"><title>fengine</title><link rel="stylesheet" href="{SWAGGER}.css">
+<div id="docs"></div><script src="{SWAGGER}-bundle.js"></script>
+<script>SwaggerUIBundle({{url: "openapi.json", dom_id: "#docs"}})</script></html>"""
+Page = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
+class App:
     """An ASGI app over an engine, for any ASGI server. Shutting the engine down stays its owner's business."""
-    config = config or ServerConfig()
-    app = FastAPI(title="fengine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.service = service = Service(engine, config)
-    paths = _add_routes(app, service)
-    for kind in (ApiError, HTTPException, ClientDisconnect, ClientGone, Exception):
-        app.add_exception_handler(kind, _refuse)
-    key, admin_key = config.api_key or os.environ.get(KEY_VARIABLE), config.admin_key or os.environ.get(ADMIN_VARIABLE)
-    app.add_middleware(
-        Gate, meter=service.meter, paths=paths, key=key or None, admin_key=admin_key or None, log=config.access_log
-    )
-    if config.allow_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(config.allow_origins), allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
-        )  # fmt: skip
-    return app
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        service = Service(engine, config)
+        self.state = State({"service": service})
+        self.pages = {path: (partial(_answer, service, one), "GET" if one.fields is None else "POST")
+                      for one in ENDPOINTS for path in one.paths}  # fmt: skip
+        self.pages |= {path: (page, "GET") for path, page in _pages(service).items()}
+        access = {path: one.access for one in ENDPOINTS for path in one.paths}
+        access |= {"/metrics": Access.KEY} | dict.fromkeys(("/health", "/ping", "/openapi.json", "/docs"), Access.OPEN)
+        key = config.api_key or os.environ.get(KEY_VARIABLE) or None
+        admin = config.admin_key or os.environ.get(ADMIN_VARIABLE) or None
+        self._outermost: ASGIApp = Gate(self._find, service.meter, access, key, admin, config.access_log)
+        if config.allow_origins:
+            self._outermost = CORSMiddleware(
+                self._outermost, list(config.allow_origins), ["*"], ["*"], expose_headers=["X-Request-Id"]
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._outermost(scope, receive, send)
+
+    async def _find(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # the server that runs the app begins or ends
+            while (message := await receive())["type"].startswith("lifespan."):
+                await send({"type": f"{message['type']}.complete"})
+                if message["type"] == "lifespan.shutdown":
+                    return
+            return
+        request = Request(scope, receive)
+        try:
+            response = await self._page(path_of(scope), scope["method"])(request)
+        except Exception as error:
+            response = _refuse(request, error)
+        await response(scope, receive, send)
+
+    def _page(self, path: str, method: str) -> Page:
+        """Errors: ApiError (404, 405)."""
+        name = MODELS if path.startswith(MODELS) else path
+        if name not in self.pages:
+            raise ApiError(404, f"there is no {path!r:.200} here.")
+        page, by = self.pages[name]
+        allowed = ("GET", "HEAD", "POST") if name in BY_BOTH else ("GET", "HEAD") if by == "GET" else ("POST",)
+        if method not in allowed:
+            told = ", ".join(allowed)
+            raise ApiError(405, f"this path takes {told} only.", headers={"Allow": told})
+        return page
 
 
-def _add_routes(app: FastAPI, service: Service) -> dict[str, Access]:
-    """Who may call each path. Modifies: app."""
+def make_app(engine: Engine, config: ServerConfig | None = None) -> App:
+    """An ASGI app over an engine."""
+    return App(engine, config or ServerConfig())
+
+
+def _pages(service: Service) -> dict[str, Page]:
+    """What is told of the server, by path."""
 
     async def model(request: Request) -> Response:
-        return JSONResponse(service.card(request.path_params["name"]))
+        return JSONResponse(service.card(path_of(request.scope).removeprefix(MODELS)))
 
     async def health(request: Request) -> Response:
         if (wrong := await service.healthy()) is not None:
@@ -71,20 +110,10 @@ def _add_routes(app: FastAPI, service: Service) -> dict[str, Access]:
         return JSONResponse(open_api("fengine"))
 
     async def docs(request: Request) -> Response:
-        return get_swagger_ui_html(openapi_url="/openapi.json", title="fengine", swagger_favicon_url="data:,")
+        return HTMLResponse(DOCS)
 
-    paths = {path: one.access for one in ENDPOINTS for path in one.paths}
-    for one in ENDPOINTS:
-        for path in one.paths:
-            methods = ["GET"] if one.fields is None else ["GET", "POST"] if path in BY_BOTH else ["POST"]
-            app.add_route(path, partial(_answer, service, one), methods=methods)
-    for path, page, access in (
-        ("/v1/models/{name:path}", model, Access.KEY), ("/health", health, Access.OPEN), ("/ping", health, Access.OPEN),
-        ("/metrics", metrics, Access.KEY), ("/openapi.json", schema, Access.OPEN), ("/docs", docs, Access.OPEN),
-    ):  # fmt: skip
-        app.add_route(path, page, methods=["GET", "POST"] if path in BY_BOTH else ["GET"])
-        paths[path] = access
-    return paths
+    return {MODELS: model, "/health": health, "/ping": health, "/metrics": metrics, "/openapi.json": schema,
+            "/docs": docs}  # fmt: skip
 
 
 async def _answer(service: Service, endpoint: Endpoint, request: Request) -> Response:
@@ -143,17 +172,13 @@ class EventStream(StreamingResponse):
             self.service.end(self.call)
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+def _refuse(request: Request, error: Exception) -> Response:
     """Every error as OpenAI's body; under Anthropic's paths as Anthropic's."""
     if isinstance(error, (ClientDisconnect, ClientGone)):
         return Response(status_code=CLOSED_BY_CLIENT)
-    if isinstance(error, HTTPException):
-        allowed = (error.headers or {}).get("Allow")
-        said = {404: f"there is no {request.url.path!r:.200} here.", 405: f"this path takes {allowed} only."}
-        error = ApiError(error.status_code, said.get(error.status_code, str(error.detail)), headers=error.headers)
     refusal = api_error_of(error)
     body = refusal.body()
-    if request.url.path.startswith("/v1/messages"):
+    if path_of(request.scope).startswith("/v1/messages"):
         body = messages.error_body(refusal)
     else:  # SGLang's clients read the same without an "error" around it
         kind = "BadRequestError" if refusal.status == 400 else "InternalServerError"

@@ -1,5 +1,6 @@
 """What a request is refused with: a status and OpenAI's error body, from this package or from an engine's error."""
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -53,9 +54,10 @@ def _shortened(text: str, most: int) -> str:
 def api_error_of(
     error: BaseException, body: Mapping[str, Any] | None = None, words: Mapping[str, str] | None = None
 ) -> ApiError:
-    """The refusal for an engine's error. `words`: engine's word -> the field's name in `body`. Pure. What is not
-    fengine's own error is a bug: its text stays here."""
+    """The refusal for an engine's error. `words`: engine's word -> the field's name in `body`. What is not fengine's
+    own error is a bug: its text goes to the log alone."""
     if not isinstance(error, (ApiError, FengineError)):
+        logging.getLogger("fengine.server").error("internal error", exc_info=error)
         return ApiError(500, f"internal error: {type(error).__name__}; see the server's log", code="internal_error")
     message, body, words = str(error), body or {}, words or {}
     for old, new in words.items():

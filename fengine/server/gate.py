@@ -51,6 +51,11 @@ def is_loopback(address: str) -> bool:
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
+def path_of(scope: Scope) -> str:
+    """The path below the one where the app is mounted. Pure."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
 def _values(scope: Scope, wanted: bytes) -> list[bytes]:
     return [value for name, value in scope["headers"] if name == wanted]
 
@@ -74,14 +79,13 @@ class Gate:
             return
         given = _values(scope, b"x-request-id")
         rid = given[0] if given and ID.fullmatch(given[0]) else new_id().encode()
-        begun, status = time.perf_counter(), 0
+        path, begun, status = path_of(scope), time.perf_counter(), 0
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                path = scope["path"] if scope["path"] in self.paths else "other"  # a client cannot add to these
-                self.meter.answers[path, status] += 1
+                self.meter.answers[path if path in self.paths else "other", status] += 1  # a client cannot add paths
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", rid)]
             await send(message)
 
@@ -96,7 +100,7 @@ class Gate:
                 access_log.info("%s %.200s %d %.0f ms %s", scope["method"], scope["path"], status, took, rid.decode())
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        access = self.paths.get(scope["path"], Access.KEY)
+        access = self.paths.get(path_of(scope), Access.KEY)
         steers = access is Access.ADMIN or access is Access.STEER and self.admin is not None
         if self.key is None and not steers:
             return misdirected(scope)

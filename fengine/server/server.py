@@ -13,11 +13,10 @@ from types import FrameType
 
 import uvicorn
 import uvloop  # noqa: F401  uvicorn imports it late, when a server runs
-from fastapi import FastAPI
 
 from fengine.api.engine import Engine
 from fengine.errors import ConfigError
-from fengine.server.app import make_app
+from fengine.server.app import App, make_app
 from fengine.server.config import ServerConfig
 from fengine.server.metrics import logger, report
 from fengine.server.protocol import LimitedProtocol
@@ -102,7 +101,7 @@ def listen(config: ServerConfig) -> socket.socket:
     return bound
 
 
-def server_of(app: FastAPI, config: ServerConfig, ready: Callable[[], None] = lambda: None) -> Server:
+def server_of(app: App, config: ServerConfig, ready: Callable[[], None] = lambda: None) -> Server:
     """A server of an app; `run(sockets=[listen(config)])` it, in any thread."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients do wrong is told to them
     protocol = type("Protocol", (LimitedProtocol,), {"limits": config})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("hydra")
-pytest.importorskip("fastapi", reason="the extra serve")
+pytest.importorskip("starlette", reason="the extra serve")
 
 from fengine import run
 from fengine.api.engine import Engine

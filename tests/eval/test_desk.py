@@ -113,7 +113,7 @@ def test_a_chat_has_no_files(words: list[str], capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("kind", ["latency", "throughput", "serve"])
 def test_bench_measures_all_its_tokens(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if kind == "serve":
-        pytest.importorskip("fastapi", reason="the extra serve")
+        pytest.importorskip("starlette", reason="the extra serve")
     out, sizes = tmp_path / "b.json", ["bench.requests=3", "bench.input=9", "bench.output=5", "bench.rounds=2"]
     assert run.main(["bench", kind, *sizes, "bench.streams=2", f"bench.out={out}", *SMALL]) == run.OK
     assert "3 requests, 9 tokens in, 5 out, 2 rounds" in capsys.readouterr().out

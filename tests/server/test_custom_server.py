@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the extra serve")
+pytest.importorskip("starlette", reason="the extra serve")
 pytest.importorskip("httpx2", reason="openai's client brings it, of the extra dev")
 
-from fastapi.testclient import TestClient  # noqa: E402
+from starlette.testclient import TestClient  # noqa: E402
 
 PATH = Path(__file__).resolve().parents[2] / "scripts" / "custom_server.py"
 

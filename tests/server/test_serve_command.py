@@ -56,7 +56,9 @@ def test_a_failing_engine_is_told() -> None:
             link.close()
 
 
-def test_a_fault_of_the_server_is_told_and_hurts_nobody(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_server_is_told_and_hurts_nobody(
+    server: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Before an answer begins it is a 500; later on it cuts the answer off."""
 
     def fail(*_: Any) -> None:
@@ -66,6 +68,7 @@ def test_a_fault_of_the_server_is_told_and_hurts_nobody(server: Live, monkeypatc
         patch.setattr(server.service, "cards", fail)
         answer = server.ask("GET", "/v1/models")
         assert (answer.status, answer.error["code"]) == (500, "internal_error") and b"secret" not in answer.body
+        assert "RuntimeError: a secret" in caplog.text
         patch.setattr(ChoiceWriter, "last", fail)
         link.sendall(STREAMED + GET)
         told = b""

@@ -16,8 +16,11 @@ import tiny_adapters
 import torch
 from safetensors.torch import load_file, save_file
 from serving import Live, live, until
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from fengine.api.engine import Engine
+from fengine.server.app import make_app
 from fengine.server.config import log_to_stderr
 from fengine.server.endpoints import ENDPOINTS, open_api
 from fengine.server.gate import Access
@@ -172,6 +175,18 @@ def test_weights_and_adapters_need_the_admin_key(engine: Engine, server: Live) -
         answer = other.ask("POST", "/update_weights_from_disk", {"model_path": path}, **KEY)
         assert (answer.status, answer.error["code"]) == (403, "no_admin_key")
         assert other.ask("POST", "/flush_cache", {}).status == 200  # no admin key: as any other path
+
+
+def test_below_another_app_paths_need_the_same_keys(engine: Engine) -> None:
+    testclient = pytest.importorskip("starlette.testclient", reason="it needs httpx")
+    with testclient.TestClient(Starlette(routes=[Mount("/llm", make_app(engine))]), "http://localhost") as client:
+        assert client.get("/llm/v1/models/box").json()["id"] == "box"
+        refused = client.post("/llm/update_weights_from_disk", json={"model_path": "/nowhere"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "no_admin_key")
+        assert client.post("/llm/v1/completions", json={"prompt": PROMPT}).json()["usage"]["completion_tokens"] == 16
+        allowed = client.get("/llm/v1/completions")
+        assert (allowed.status_code, allowed.headers["allow"]) == (405, "POST") and client.head("/llm/docs").text == ""
+        assert client.get("/llm/nothing").status_code == client.get("/v1/models").status_code == 404
 
 
 def test_keys_of_both_kinds(engine: Engine) -> None:

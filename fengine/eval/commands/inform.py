@@ -55,7 +55,7 @@ their end. The likeliest tokens beside each token are there if the run recorded 
 
 Exit codes: 0 written   2 usage, a folder that is no run's, or a file that cannot be written
 """
-WANTED = ("torch triton numpy tokenizers transformers safetensors huggingface-hub hydra-core llguidance fastapi "
+WANTED = ("torch triton numpy tokenizers transformers safetensors huggingface-hub hydra-core llguidance starlette "
           "uvicorn lm-eval inspect-ai").split()  # fmt: skip
 
 

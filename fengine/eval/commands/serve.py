@@ -69,7 +69,7 @@ def server_module() -> ModuleType:
     try:
         from fengine.server import server
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "uvloop", "httptools"):
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "uvloop", "httptools"):
             raise
         raise MissingExtraError.of("fengine serve", str(error.name), "serve") from error
     return server
