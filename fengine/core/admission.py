@@ -99,7 +99,7 @@ class Admission:
 
     def admit(self, output: SchedulerOutput, left: int) -> None:
         """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
-        if self.blocked or not self.rows.num_free:
+        if self.blocked or not self.waiting or not self.rows.num_free:
             return
         if self.images is not None:
             candidates = self.waiting.candidates(self.rows.num_free)

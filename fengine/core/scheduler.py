@@ -124,7 +124,7 @@ class Scheduler:
         for request in list(self._rows.prompting):
             if left and request.row is not None:
                 left -= self._schedule_prompt(output, request, left)
-        if left and self._waiting and not output.preempted:
+        if left and not output.preempted:
             self._admission.admit(output, left)
         if not output.requests:
             return None
