@@ -115,8 +115,6 @@ class Engine:
         holder = self if owned else grammars  # `grammars` lives as long as its own finalizer: until shutdown or the end
         self._finalizer = weakref.finalize(holder, _close, parts, grammars.close, self._pid)
 
-    # -- lifecycle -----------------------------------------------------------------------------------------------------
-
     def __enter__(self) -> "Engine":
         return self
 
@@ -134,8 +132,6 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         """None with skip_tokenizer_init, which type checkers are spared."""
         return cast(Tokenizer, self._parts.tokenizer)
-
-    # -- generate ------------------------------------------------------------------------------------------------------
 
     # fmt: off
     @overload

@@ -147,9 +147,6 @@ def _seed(engine_seed: int, params: SamplingParams, index: int, sample: int) -> 
     return derive_seed(engine_seed, index) if params.n == 1 else derive_seed(engine_seed, index, sample)
 
 
-# -- the prompt --------------------------------------------------------------------------------------------------------
-
-
 def prompt_ids(parts: Parts, prompt: GenerateReqInput) -> list[int]:
     """The prompt as ids within the width of the logits."""
     vocab_size, tokenizer = parts.spec.input_ids, parts.tokenizer

@@ -124,9 +124,6 @@ class Scoring:
         return [power / total for power in powers]
 
 
-# -- methods of `Engine` -----------------------------------------------------------------------------------------------
-
-
 def rerank(engine: Any, prompt: list[list[str]]) -> list[EncodeOutput]:
     """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification. A model of several
     labels gives a list of scores instead of one."""
@@ -166,9 +163,6 @@ def _calls(engine: Any, scoring: Scoring) -> list[Any]:
         engine._requests(req) if isinstance(req, GenerateReqInput) else encode_requests(engine, req, head=i == 0)
         for i, req in enumerate(scoring.inputs())
     ]
-
-
-# -- what is checked ---------------------------------------------------------------------------------------------------
 
 
 def _temperature(value: Any, softmax: bool) -> float:

@@ -57,8 +57,6 @@ class Scheduler:
         self.images = images
         self._admission = Admission(self._rows, self._waiting, images, whole_prompts)
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
@@ -112,8 +110,6 @@ class Scheduler:
         """Forgets every prefix."""
         if self.cache is not None:
             self.cache.flush()
-
-    # -- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can be done before the next `update` or `add`."""
@@ -223,8 +219,6 @@ class Scheduler:
         self._rows.preempt(request)
         self._admission.blocked = False
         self._waiting.put_back(request)
-
-    # -- results -------------------------------------------------------------------------------------------------------
 
     def update(
         self, output: SchedulerOutput, tokens: list[int], logprobs: list[float], faults: Mapping[str, str] | None = None

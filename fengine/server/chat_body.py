@@ -89,9 +89,6 @@ def _continued(given: Mapping[str, Any], messages: Any) -> bool:
     return True
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
 def messages_of(messages: Any) -> Any:
     """Messages as templates read them: parts of text joined, arguments of tool calls as objects. Pure. What else is
     wrong with them is left for the engine to tell. Errors: ApiError for parts that are no text, and for tool calls that
@@ -149,9 +146,6 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
-# -- tools -------------------------------------------------------------------------------------------------------------
 
 
 def _tools(given: Mapping[str, Any], legacy: bool) -> list[dict[str, Any]]:

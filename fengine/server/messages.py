@@ -142,9 +142,6 @@ def _content(parts: list[dict[str, Any]]) -> Any:
     return parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
 
 
-# -- the answer --------------------------------------------------------------------------------------------------------
-
-
 class MessageWriter(BlockWriter):
     """Modifies: itself, in a stream."""
 

@@ -151,8 +151,6 @@ def _content(content: Any, where: str) -> Any:
     return [part if is_image(part) else {"type": "text", "text": part["text"]} for part in content]
 
 
-# -- the answer --------------------------------------------------------------------------------------------------------
-
 ECHOED: dict[str, Any] = {  # what an answer repeats of its body -> what it tells where the body has nothing
     "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "temperature": 1.0,
     "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": 1.0, "user": None,

@@ -86,9 +86,6 @@ def objects(value: Any) -> Iterator[Node]:
     return (part for part in parts(value) if isinstance(part, dict))
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -142,9 +139,6 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (  # keywords, and
 )  # fmt: skip
 KEYWORDS = {key: (is_right, needed) for keys, is_right, needed in _VALUES for key in keys.split()}
 WORDS = sorted(KEYWORDS.keys() | _NEVER)
-
-
-# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def known(node: Node, at: str) -> Node:

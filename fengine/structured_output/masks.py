@@ -102,9 +102,6 @@ def checked(matcher: Any) -> Any:
     return matcher
 
 
-# -- of a step ---------------------------------------------------------------------------------------------------------
-
-
 def start(rows: Sequence[MaskRow], drawn: Sequence[int]) -> Callable[[], Filled]:
     """Takes what rows drew, and has another thread compute what may come next; what it returns gives the masks.
     `drawn` are the tokens of the step before. Modifies: the cursors."""

@@ -36,9 +36,6 @@ FIXED = {"tools": None, "documents": None}  # transformers always passes these t
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that chats use; templates read the first two
 
 
-# -- what a template may see ------------------------------------------------------------------------------------------
-
-
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Validated plain copies of chat messages, normalised as transformers does: keys with None are dropped and
     reasoning is offered under each of its names. Pure. Errors: InvalidRequestError."""
@@ -100,9 +97,6 @@ def left_open(messages: list[dict[str, Any]], rendered: str) -> str:
     return rendered[: start + len(spaced if rendered[start : start + len(spaced)] == content else core)]
 
 
-# -- templates --------------------------------------------------------------------------------------------------------
-
-
 @lru_cache(1)
 def _renderers(process: int) -> Trials:
     """The children that render, for all templates of a process; a fork has its own. Pure but for them."""
@@ -147,9 +141,6 @@ class ChatTemplate:
             return _renderers(os.getpid()).ask([self.source, given, max_chars])
         except Refused as error:
             raise ChatTemplateError(f"the chat template {str(error).removeprefix('it ')}.") from None
-
-
-# -- chats -------------------------------------------------------------------------------------------------------------
 
 
 def apply_chat_template(

@@ -81,8 +81,6 @@ class CudaRunner:
         self.behind: Behind | None = None  # of the step whose sampler is not launched yet
         self.kv: list[KVState] = []  # the one state whose addresses the graphs hold
 
-    # -- start ---------------------------------------------------------------------------------------------------------
-
     def _enter(self) -> None:
         """Makes this runner's GPU the current one of the calling thread: the loop's, or the one that builds it. What
         runs in it, such as a logit processor, may have chosen another since."""
@@ -111,8 +109,6 @@ class CudaRunner:
         blank = warm_step(bucket.tokens, self._sizes(bucket))
         self._stage(blank, bucket, 0, torch.cuda.current_stream())
         self._run_sampler(bucket, 0, self._run_forward(bucket, 0), (), None)
-
-    # -- a step --------------------------------------------------------------------------------------------------------
 
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         """Starts a step. The state must be the one that the graphs were captured with: same storage, handed on. Where

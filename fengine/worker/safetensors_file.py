@@ -38,9 +38,6 @@ class TensorEntry(NamedTuple):
     stored: str  # its name in the file
 
 
-# -- JSON -------------------------------------------------------------------------------------------------------------
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Errors: ModelLoadError (missing), CorruptCheckpointError."""
     with _open_regular(path) as file:
@@ -88,9 +85,6 @@ def refuse_quantization_file(path: Path) -> None:
     for key, value in (told or {}).items():
         if key.endswith("quant_algo") and value:
             raise UnsupportedFormatError(f"{path} names {key} {value!r}: quantized weights are not supported.")
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def _open_regular(path: Path) -> BinaryIO:

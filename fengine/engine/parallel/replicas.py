@@ -72,8 +72,6 @@ class Replicas:
         hear, ended = partial(self._hear, replica), partial(self._died, replica)
         replica.child = Child(start, torch.get_num_threads() // self.size, hear, ended)
 
-    # -- what replicas say ---------------------------------------------------------------------------------------------
-
     def _hear(self, replica: Replica, told: dict[str, Any]) -> None:
         with self._lock:
             if "progress" in told:
@@ -123,8 +121,6 @@ class Replicas:
         if again:
             self._start(replica)
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     def submit(self, states: Sequence[RequestState]) -> None:
         """As `EngineCore.submit`. Errors: UnsupportedFeatureError too, for what cannot go to another process."""
         self.check_process()
@@ -166,8 +162,6 @@ class Replicas:
             self.inbox.check()
             for each in self.replicas:
                 each.send({"abort": None if rids is None else sorted(rids & each.open.keys())})
-
-    # -- commands ------------------------------------------------------------------------------------------------------
 
     def call(self, name: str, attached: Any = None, **arguments: Any) -> Any:
         """Asks every replica; answers are joined. Errors: what the first raises that does; UnsupportedFeatureError."""

@@ -114,9 +114,6 @@ def inspect(command: Namespace, schema: Schema) -> None:
             main.show_info(command.info, name, overrides, RunMode.RUN)
 
 
-# -- Hydra -------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def opened(command: Namespace, schema: Schema) -> Iterator[Hydra]:
     """Hydra over our files and the user's; ours come first. Afterwards its globals are as before."""
@@ -203,9 +200,6 @@ def parsed(words: Sequence[str], schema: Schema) -> list[Override]:
             raise ConfigError(f"{override.input_line:.500}: no key can be taken away; give it another value")
         guard.check_override(override.input_line or key, key, override.value(), schema)
     return found
-
-
-# -- points ------------------------------------------------------------------------------------------------------------
 
 
 def point_of(

@@ -182,9 +182,6 @@ def leaves(section: Any) -> list[str]:
     return [name for name, kind in _names(section, "").items() if not dataclasses.is_dataclass(kind)]
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
 MAX_FILE, MAX_NODES = 4 << 20, 200_000  # bytes of a YAML file; its values, each counted as often as aliases name it
 
 
@@ -241,9 +238,6 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
         total = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_values(one, known) for one in inner)
         known[id(node)] = min(total, MAX_NODES + 1)
     return known[id(node)]
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def explained(error: BaseException, schema: Schema | None = None, word: str = "") -> str:

@@ -60,9 +60,6 @@ class Progress:
         return clock(self.seconds) + ("" if self.remaining is None else f", {clock(self.remaining)} left")
 
 
-# -- texts -------------------------------------------------------------------------------------------------------------
-
-
 def clean(text: str) -> str:
     """Text that a terminal cannot mistake for commands. Pure."""
     return text.translate(_CONTROLS)
@@ -104,9 +101,6 @@ def say(*lines: str, stream: Any = None) -> None:
     text, encoding = "\n".join(map(clean, lines)) + "\n", getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
-
-
-# -- views -------------------------------------------------------------------------------------------------------------
 
 
 class QuietView:

@@ -102,9 +102,6 @@ def work_of(given: dict[str, Any], vocab: int) -> Work:
                 given["output"])  # fmt: skip
 
 
-# -- one round ---------------------------------------------------------------------------------------------------------
-
-
 def latency(engine: Any, work: Work, streams: int) -> Round:
     """Each request alone."""
     engine.flush_cache()
@@ -196,9 +193,6 @@ async def asked(port: int, work: Work, streams: int) -> list[float]:
 
     await asyncio.gather(*(client() for _ in range(min(streams, len(work.prompts)))))
     return firsts
-
-
-# -- what is told ------------------------------------------------------------------------------------------------------
 
 
 def tell(kind: str, engine: Any, work: Work, found: dict[str, list[Round]], given: dict[str, Any]) -> None:

@@ -122,9 +122,6 @@ def layout(name: str, base: EngineConfig, sizes: Sizes) -> Layout:
     return Layout(name, config, settings, 2 if name == "warm" else 1, name == "rescored", copies)
 
 
-# -- the layouts -------------------------------------------------------------------------------------------------------
-
-
 def _rows(rows: int, step: int) -> Changes:
     """So many requests at once, and steps of at least as many tokens. Pure."""
     return {"scheduler.max_running_requests": rows, "scheduler.max_step_tokens": max(rows, step)}
@@ -203,9 +200,6 @@ LAYOUTS = {
     "preempted": LayoutKind(
         "a pool of pages so small that requests are preempted and computed again", _preempted_evidence, _preempted),
 }  # fmt: skip
-
-
-# -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

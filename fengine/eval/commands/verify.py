@@ -154,8 +154,6 @@ class Verification:
             "ended": now(),
         }  # fmt: skip
 
-    # -- one layout ----------------------------------------------------------------------------------------------------
-
     def _layout(self, name: str) -> LayoutVerdict:
         """Errors: EngineDeadError, EngineClosedError, StorageError; whatever opening the run's own engine raises."""
         known = self.records.result.get("prompt_tokens")

@@ -92,8 +92,6 @@ class FengineLM(TemplateLM):
         if closer := getattr(self, "_closer", None):
             closer()
 
-    # -- text and ids --------------------------------------------------------------------------------------------------
-
     @property
     def eot_token_id(self) -> int | None:  # type: ignore[override]
         return self.texts.eot
@@ -123,8 +121,6 @@ class FengineLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return self.texts.chat(chat_history, add_generation_prompt)
-
-    # -- requests ------------------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         if self.enable_thinking:

@@ -103,9 +103,6 @@ def _names(folder: Path, there: set[str]) -> tuple[dict[str, str], list[str]]:
     return names, missing[:MISSING]
 
 
-# -- two runs ----------------------------------------------------------------------------------------------------------
-
-
 MOST = 200  # differing rows that are shown
 
 
@@ -148,9 +145,6 @@ def _pair(a: dict[str, Any], b: dict[str, Any], allowance: int) -> list[dict[str
         return rows.fitted([a, b], 0, allowance)
     except rows.STRANGE:
         return None
-
-
-# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 STYLES = ("page.css", "views.css")

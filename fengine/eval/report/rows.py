@@ -63,9 +63,6 @@ def row_kinds(records: Records, each: Callable[[dict[str, Any]], None] | None = 
     return RowKinds(kinds, sizes, score)
 
 
-# -- which -------------------------------------------------------------------------------------------------------------
-
-
 def chosen(kinds: Sequence[int], most: int) -> list[int]:
     """At most `most` places in input order: a third each for failed, wrong and other rows, what one does not need goes
     to the others in this order; of each the same distance apart. Pure."""
@@ -95,9 +92,6 @@ def why(kinds: Sequence[int], kept: Sequence[int]) -> str | None:
         f"{len(kept):,} of {len(kinds):,} rows are in this file, evenly spaced within each group ({', '.join(parts)}). "
         "Counts and metrics are of all rows; outputs.jsonl has every row, and rows=N puts more of them here."
     )
-
-
-# -- what of each ------------------------------------------------------------------------------------------------------
 
 
 def items(records: Records, seen: RowKinds, kept: Sequence[int], budget: int) -> list[dict[str, Any]]:

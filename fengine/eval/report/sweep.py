@@ -149,9 +149,6 @@ def _word(key: str) -> str:
     return "task" if key == "task.name" else key.rpartition(".")[2]
 
 
-# -- paired differences ------------------------------------------------------------------------------------------------
-
-
 def _deltas(points: Sequence[SweptRun]) -> dict[str, Any]:
     """`deltas`: [a, b, score, value, stderr, low, high, n, up, down] of b - a over the rows that both have. Every
     pair of points of one input, where they are not too many; then each with the first of its input."""

@@ -127,9 +127,6 @@ def _side(answer: Record, token: int, at: int) -> Side:
     return Side(ids[token] if token < len(ids) else None, logprob, bits, answer["text"][at : at + TEXT])
 
 
-# -- bits --------------------------------------------------------------------------------------------------------------
-
-
 def hex_bits(value: float) -> str:
     """0x and the 8 digits of the float32 that a logprob is; 16 of the float64 where it is none. Pure."""
     try:
@@ -152,9 +149,6 @@ def flipped_bits(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _ones(bits: np.ndarray) -> np.ndarray:
     """Set bits of each integer [N]."""
     return np.unpackbits(bits.view(np.uint8).reshape(len(bits), bits.itemsize), axis=1).sum(1)
-
-
-# -- all rows ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -250,9 +244,6 @@ def compare(pairs: Iterable[tuple[Record | None, Record | None]], keep: int = 20
 
     found.metrics = paired(scores())
     return found
-
-
-# -- for readers -------------------------------------------------------------------------------------------------------
 
 
 def row_lines(found: RowDifference, names: tuple[str, str]) -> list[str]:

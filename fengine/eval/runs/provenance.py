@@ -48,9 +48,6 @@ def source_digest(value: Any) -> str | None:
         return None
 
 
-# -- a model's files ---------------------------------------------------------------------------------------------------
-
-
 def local_directory(path: str) -> Path | None:
     """Where a model's files are, if that is known without asking the hub: in the package, or a directory."""
     directory = PACKAGED.get(path) or Path(path).expanduser()
@@ -139,9 +136,6 @@ class _DigestCache:
             return
         with suppress(StorageError):
             write_file(self._path, json.dumps(dict(list(self._known.items())[-10_000:])))
-
-
-# -- the place ---------------------------------------------------------------------------------------------------------
 
 
 @functools.cache  # the code that this process runs is that of its beginning

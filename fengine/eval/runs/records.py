@@ -127,8 +127,6 @@ class Records(AbstractContextManager["Records"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- finding the lines ---------------------------------------------------------------------------------------------
-
     def _find_records(self) -> None:
         wanted = self.result.get("outputs_sha256")
         table, good = self._read_journal(), {}
@@ -248,9 +246,6 @@ def _some(items: list[str]) -> str:
 
 def _unreadable(folder: Path, error: OSError) -> StorageError:
     return StorageError(f"run folder {folder} cannot be read: {error.strerror or error}")
-
-
-# -- two runs ----------------------------------------------------------------------------------------------------------
 
 
 def pairs_of(a: Records, b: Records) -> Iterator[tuple[Record | None, Record | None]]:

@@ -124,9 +124,6 @@ class Sweep:
             self.folder.write_several(files, durable=False)  # all is in the points' folders
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-
-
 def figure(metric: dict[str, Any] | None) -> str:
     """value ± standard error. Pure."""
     if metric is None or metric["value"] is None:
@@ -200,9 +197,6 @@ def as_csv(points: Sequence[PointStatus]) -> str:
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
-
-
-# -- running -----------------------------------------------------------------------------------------------------------
 
 
 def home_of(jobs: Sequence[Job]) -> Path:

@@ -132,9 +132,6 @@ class _Task:
         return column(self.config.target, row)
 
 
-# -- generation --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class GenerateTask(_Task):
     """`samples` answers for each row. Scores by `match`: `exact_match`, `prefix_match`, or those of `json_scores`;
@@ -207,9 +204,6 @@ class GenerateTask(_Task):
         return [str(one) for one in listed]
 
 
-# -- multiple choice ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ChoiceTask(_Task):
     """The loglikelihood of every choice after the prompt; `acc` and `acc_norm` of `scoring.choice_scores`. The
@@ -242,9 +236,6 @@ class ChoiceTask(_Task):
         if type(target) is int and 0 <= target < len(choices):
             return target
         raise problem(row, f"{self.config.target!r} must be a choice or its index from 0, got {target!r:.80}")
-
-
-# -- perplexity --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,6 @@ def data_path(config: TaskConfig, base: Path) -> Path | None:
     return (base / Path(config.data).expanduser()).absolute()
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
 def _format(path: Path, asked: Format) -> Format:
     """Errors: InputFileError where neither the config nor the name tells."""
     suffix = path.suffix.lower()
@@ -139,9 +136,6 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[Line]:
         after = os.fstat(file.fileno())
         if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise InputFileError(f"task.data={path} was changed while it was read; run again when it is complete")
-
-
-# -- lines to rows -----------------------------------------------------------------------------------------------------
 
 
 def _numbered(records: Iterable[dict[str, Any] | str]) -> Iterator[Parsed]:
