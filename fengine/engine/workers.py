@@ -52,10 +52,6 @@ class Features:
     images: Callable[[EngineConfig, Path, ModelSpec, Any], Any]  # what reads a call's images; may be None
 
 
-def _from_compiler(error: Exception) -> bool:
-    return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)
-
-
 class Worker(NamedTuple):
     """What computes steps: of an engine, or of a rank of one."""
 
@@ -158,7 +154,7 @@ def _faults_of_start(config: EngineConfig) -> Iterator[None]:
             "cache.mem_fraction_static or cache.max_total_tokens."
         ) from error
     except Exception as error:
-        if not _from_compiler(error):
+        if not any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
             raise
         raise ConfigError(
             f"torch.compile failed: {str(error)[:2000]}\nIt needs a C++ compiler (apt install g++, or set CXX) and an "

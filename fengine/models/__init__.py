@@ -93,7 +93,8 @@ MODELS: Mapping[str, Model] = MappingProxyType(
 def lookup(architecture: str) -> Model:
     """Errors: UnsupportedArchitectureError, listing what is supported, the nearest name first."""
     if architecture not in MODELS:
-        names = ", ".join(sorted(MODELS, key=lambda name: (_unlike(stem(name), stem(architecture)), len(name))))
+        like = {name: SequenceMatcher(None, stem(name), stem(architecture)).ratio() for name in MODELS}
+        names = ", ".join(sorted(MODELS, key=lambda name: (-like[name], len(name))))
         raise UnsupportedArchitectureError(f"architecture {architecture!r:.80} is not supported; supported: {names}.")
     return MODELS[architecture]
 
@@ -101,7 +102,3 @@ def lookup(architecture: str) -> Model:
 def stem(architecture: str) -> str:
     """The name of the family in that of a class. Pure."""
     return architecture.partition("For")[0].removesuffix("Model")
-
-
-def _unlike(one: str, other: str) -> float:
-    return -SequenceMatcher(None, one, other).ratio()

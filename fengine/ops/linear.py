@@ -5,9 +5,8 @@ one rounding to the output dtype. On the tensor cores every tile shape, operand 
 tree bit for bit as long as K is not split, so the schedule may follow the number of rows M. In fp32 the tree is a chain
 of fused multiply-adds. The gated product rounds both sums to the output dtype first, as two ops would.
 
-Schedules: our kernel under a table of tile shapes, its specialised form for Hopper (linear_hopper.py), and the library
-(cuBLAS), which computes the same tree for many sizes. One is chosen at run time, by M, and used only where it was
-proved equal on this machine (linear_launch.py, proof.py); where none was, the reference schedule computes.
+Schedules (linear_launch.py): our kernel under a table of tile shapes, its specialised form for Hopper
+(linear_hopper.py), and the library (cuBLAS), which computes the same tree for many sizes.
 
 Packed weights: CUDA keeps w_NK as stored. The CPU wants blocks of 32 outputs side by side (its lanes run over n):
 `[ceil(N/32), K, 32]`, zero padded.

@@ -4,9 +4,6 @@ next tile, and the other group's products, run under the end of one.
 
 The same tree as linear.py's (left to right over K), hence the same bits; used where that was proved. The gated form
 never writes the 2N columns of its sums to memory. After CUTLASS's persistent cooperative kernels.
-
-Gluon, the language of this kernel, comes with Triton and is experimental: where it is missing or has changed, `usable`
-says no or the launch raises, and other schedules compute.
 """
 # pyright: reportInvalidTypeForm=false
 

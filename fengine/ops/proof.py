@@ -1,10 +1,6 @@
 """Prove, then use: which schedules were seen to compute an op's reduction tree on this very machine.
-
-A schedule that is not ours to inspect (a library call), or that a compiler has turned into machine code, is used in
-exact mode only after its output was compared bit for bit with the op's reference schedule. Results are kept as one JSON
-line each in a file named after everything that may change them: GPU, driver, torch, Triton, CUDA libraries and the
-source of the ops. Another environment is another file, so nothing stale is ever trusted.
-"""
+Results are one JSON line each, in a file named after everything that may change them: GPU, driver, torch, Triton, CUDA
+libraries and the source of the ops. Another environment is another file, so nothing stale is ever trusted."""
 
 import hashlib
 import json

@@ -1,11 +1,5 @@
 """`fengine eval task=NAME ...`, `fengine prompts=FILE ...`, `fengine.evaluate(task, engine)`: rows through a model.
-
-A run of prompts is an evaluation that scores nothing. Its run folder is FILE.run beside the output file, or the run's
-own directory, so that it goes on where it was interrupted, and `fengine verify`, `diff` and `report` read it.
-
-Exit codes: 0 all rows good; 1 rows failed, or the run could not go on (the engine died, the disk is full, too many
-errors); 2 usage, configuration, input, or a folder of another run; 130 interrupted; 143 terminated.
-"""
+A run of prompts is an evaluation that scores nothing. Exit codes stand in `fengine/eval/README.md`."""
 
 import sys
 from argparse import Namespace

@@ -1,9 +1,4 @@
-"""`FengineLM`: fengine as a model of lm-evaluation-harness. The one file that imports `lm_eval` at its top.
-
-Scores equal those of lm-eval's own backend for transformers on the same weights, up to rounding: the same tokens,
-windows, stop strings and texts. What differs: nothing here depends on the batch size or on the order of requests, not a
-bit; sampled texts are functions of their request; and what fengine has not is refused by name.
-"""
+"""`FengineLM`: fengine as a model of lm-evaluation-harness. The one file that imports `lm_eval` at its top."""
 
 # pyright: reportMissingImports=false
 

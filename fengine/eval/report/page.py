@@ -2,8 +2,7 @@
 else. No torch; nothing is written.
 
 A content security policy in the page lets it run this one script (by its SHA-256) and fetch nothing at all, whatever
-texts the data holds; the script itself never makes markup of them. Tokenizer and hub client are imported where they are
-used: no command line is to wait for them that needs none.
+texts the data holds; the script itself never makes markup of them.
 """
 
 import base64
@@ -188,7 +187,11 @@ def texts(
     if directory is None:
         return {}, f"the tokenizer of {path!r} is not on this machine, so that tokens are shown by their ids"
     try:
-        if isinstance(files, dict) and FILE in files and files[FILE] != _sha256(directory / FILE):
+        if (
+            isinstance(files, dict)
+            and FILE in files
+            and files[FILE] != hashlib.sha256((directory / FILE).read_bytes()).hexdigest()
+        ):
             return {}, f"{directory / FILE} has changed since the run, so that tokens are shown by their ids"
         tokenizer = Tokenizer.from_directory(directory)
     except (OSError, FengineError) as error:
@@ -226,8 +229,3 @@ def _directory(path: str, revision: Any) -> Path | None:
     from fengine.worker.hub import HUB_ID, resolve_local
 
     return resolve_local(path, revision) if HUB_ID.fullmatch(path) else None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -119,7 +119,10 @@ def _folded(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         status = "ok" if one["finished"] else "not at its end"
         told_of.append(PointStatus(one["name"], None, status, None, one["rows"], one["counts"]["failed"], metrics))
     firsts = {without_seed(one["name"]): one for one in reversed(points)}
-    kept = {name: {"task": one["task"], "values": _unseeded(one["values"])} for name, one in firsts.items()}
+    kept = {
+        name: {"task": one["task"], "values": [pair for pair in one["values"] if pair[0] != "seed"]}
+        for name, one in firsts.items()
+    }
     return [
         {"name": one.point, "folder": "", "problem": None, **kept[one.point.rpartition("  ")[0]]}
         | {"finished": one.status == "ok", "rows": one.rows, "counts": {"failed": one.failed}}
@@ -134,10 +137,6 @@ def _over_seeds(metric: dict[str, Any]) -> dict[str, Any]:
     if value is None or error is None:
         return metric
     return metric | {"low": number(value - CONFIDENT * error, 12), "high": number(value + CONFIDENT * error, 12)}
-
-
-def _unseeded(values: list[list[Any]]) -> list[list[Any]]:
-    return [pair for pair in values if pair[0] != "seed"]
 
 
 def _task_name(point: SweptRun) -> str:
