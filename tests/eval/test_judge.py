@@ -66,7 +66,7 @@ def test_verdicts(fields: dict[str, Any], verdict: str, scores: dict[str, Any]) 
         (("fail", "pass"), "pass? FAİL", "fail"),
         (("schlecht", "groß"), "GROẞ", "groß"),
         (("no", "yes"), "ſo: yeſ", "yes"),
-        (("C", "C++"), "c++, not C", "C"),
+        (("C", "C++"), "c++, rather C", "C"),
     ],
 )
 def test_a_word_in_any_case_is_the_choice_that_was_found(choices: Any, said_word: str, verdict: str) -> None:
@@ -111,6 +111,60 @@ def test_a_word_in_any_case_is_the_choice_that_was_found(choices: Any, said_word
 def test_a_number_is_read_on_the_scale_that_was_asked_for(scale: Any, verdict: str, rating: float | None) -> None:
     scores = judged(JudgeConfig(prompt="{response}", scale=scale)).score(Row("r", {}), said("", verdict))
     assert (scores["judged"], scores.get("rating")) == (rating is not None, rating)
+
+
+@pytest.mark.parametrize(
+    ("choices", "verdict", "read"),
+    [
+        (("no", "yes"), "Yes or no? Yes", "yes"),
+        (("no", "yes"), "Yes (yes/no)", "yes"),  # what could be said is no verdict
+        (("no", "yes"), '"yes" or "no"', None),
+        (("B", "A"), "A or B: A", "A"),
+        (("bad", "fair", "good"), "bad/fair/good: fair", "fair"),
+        (("incorrect", "correct"), "not correct", None),  # nor what is denied
+        (("incorrect", "correct"), "It isn't fully correct, so incorrect", "incorrect"),
+        (("wrong", "right"), "I can't say it is right", None),
+        (("wrong", "right"), "not wrong: right", "right"),
+        (("no", "yes"), "yes, not no", "yes"),
+        (("C", "C++"), "c++, not C", "C++"),
+        (("bad", "good"), "not only good", "good"),
+        (("bad", "not good", "good"), "not good", "not good"),
+    ],
+)
+def test_a_list_of_the_choices_and_what_is_denied_are_no_verdict(choices: Any, verdict: str, read: str | None) -> None:
+    scores = judged(JudgeConfig(prompt="{response}", choices=choices)).score(Row("r", {}), said("", verdict))
+    assert (scores["judged"], scores.get("verdict")) == (read is not None, read)
+
+
+SCALES = """
+    8: 8 on a scale of 1 to 10 | On a scale from 1 to 10: 8 | 8 (scale: 1-10) | 8 (1-10) | 8 [1–10] | 1-10: 8
+    8: 8 from 1 to 10
+    8: 8 on a 1-10 scale | 8 on the 10-point scale | 8 on a ten-point scale | 8 points on a 10 point scale
+    8: 8 out of ten
+    8: 8, where 10 is the best | 8 (10 = best) | 8 where 1 is worst and 10 is best | 10 being perfect, I give 8
+    8: 8 (worst 1, best 10) | 8, 1 (worst) to 10 (best) | 1 (worst) to 10 (best): 8 | between 1 and 10: 8
+    8: 8 (max 10) | I give 8; the maximum is 10 | 8 out of a possible 10 | 8 out of a total of 10 | 8 on a scale of 10
+    8: 8 von 10 | 8 sur 10 | 8 su 10 | 8分（满分10分） | **8** on a scale of **1** to **10** | 1/10 to 10/10: 8/10
+    8: [[8]] | <score>8</score> | Score - 8 | \\boxed{8} | style 7 and facts 8 | 3 to 4 points: 8
+    8: 8 on a scale of 1 to ten
+    10: 10 is the highest score, and deserved | Top marks: 10 | a perfect 10
+    1: 1 (1 to 10)
+    None: 7-8 | 7 to 8 | between 7 and 8 | On a scale of 1 to 10 | 4 on a scale of 1 to 5 | 8 on a scale of 5
+"""
+
+
+def test_what_tells_the_scale_is_no_verdict() -> None:
+    for line in filter(None, map(str.strip, SCALES.splitlines())):
+        rating, _, texts = line.partition(": ")
+        for text in texts.split(" | "):
+            scores = judged(JudgeConfig(prompt="{response}", scale=(1, 10))).score(Row("r", {}), said("", text))
+            assert str(scores.get("rating")) == (rating if rating == "None" else f"{rating}.0"), text
+    assert judged(JudgeConfig(prompt="{response}", scale=(1, 10))).score(
+        Row("r", {}), said("", "1" + 99999 * " ")
+    )  # soon
+    for scale, text, rating in (((-5, 5), "-3 (-5 to 5)", -3), ((10, 0), "2, from 10 to 0", 2), ((0, 1), "1 (0-1)", 1)):
+        scores = judged(JudgeConfig(prompt="{response}", scale=scale)).score(Row("r", {}), said("", text))
+        assert scores.get("rating") == rating, text
 
 
 def test_a_judge_is_asked_about_each_answer_under_its_own_sampling() -> None:

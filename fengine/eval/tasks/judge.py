@@ -15,17 +15,15 @@ from typing import Any
 
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.tasks.columns import column, filled, problem
-from fengine.eval.tasks.scoring import NUMBER, Extractor, numbers
+from fengine.eval.tasks.scoring import Extractor
 from fengine.eval.tasks.statistics import mean
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
+from fengine.eval.tasks.verdicts import by_choice, by_number, pattern
 
 # Messages, and whether the run's system message goes before them -> ids to be answered.
 Render = Callable[..., list[int]]
 RESPONSE = "response"  # the name of the answer in a judge's template
 FIGURES = ("judge", "rating", "judged")
-# A number, and whether it is what another one is out of: 10 in 8/10, 8 / **10**, 8 out of 10, 8 of 10.
-_RATED = re.compile(rf"(?:([/／⁄]|\bout\s+of\b|(?<=\d)\*{{0,3}}\s+of\b)[\s*]*)?({NUMBER.pattern})", re.IGNORECASE)
-_DECIMAL_COMMA = re.compile(r"(?<![\w.,])(\d+),(?!\d{3}(?!\d))(\d+)(?![,.]?\d)")  # 7,5; not 1,000 nor 3,4,5
 
 
 @dataclass(frozen=True)
@@ -85,14 +83,9 @@ def check(config: JudgeConfig) -> list[str]:
     return found
 
 
-def _pattern(word: str) -> str:
-    """What finds it: words in any case, single letters as they are. Pure."""
-    return re.escape(word) if len(word) == 1 else f"(?i:{re.escape(word)})"
-
-
 def _alike(choices: Iterable[str]) -> bool:
     """Whether one would be found where another stands. Pure."""
-    return any(re.fullmatch(_pattern(a), b) for a, b in permutations(map(str.strip, choices), 2))
+    return any(re.fullmatch(pattern(a), b) for a, b in permutations(map(str.strip, choices), 2))
 
 
 def judged(task: Task, config: JudgeConfig, render: Render | None) -> Task:
@@ -199,24 +192,12 @@ class Judged:
 
     def _by_choice(self, text: str) -> Scores | None:
         choices = [word.strip() for word in self.config.choices or ()]
-        longest_first = sorted(range(len(choices)), key=lambda i: -len(choices[i]))
-        words = "|".join(f"(?P<c{i}>{_pattern(choices[i])})" for i in longest_first)
-        found = [match.lastgroup or "" for match in re.finditer(rf"(?<!\w)(?:{words})(?!\w)", text)]
-        if not found:
+        if (place := by_choice(text, choices)) is None:
             return None
-        place, last = int(found[-1][1:]), len(choices) - 1
+        last = len(choices) - 1
         return {"judge": bool(place) if last == 1 else place / last, "judged": True, "verdict": choices[place]}
 
     def _by_number(self, text: str) -> Scores | None:
-        """8/10 and 8 out of 10 are 8 where 10 is the scale's greater end; 4/5 is there no verdict. 7,5 is 7.5."""
         worst, best = self.config.scale or (0.0, 1.0)
-        value: float | None = None
-        for out_of, number in _RATED.findall(_DECIMAL_COMMA.sub(r"\1.\2", text.replace("−", "-"))):
-            (read,) = numbers(number)
-            if not out_of:
-                value = read
-            elif read != max(worst, best):
-                value = None
-        if value is None or not min(worst, best) <= value <= max(worst, best):
-            return None
-        return {"judge": (value - worst) / (best - worst), "rating": value, "judged": True}
+        value = by_number(text, worst, best)
+        return value if value is None else {"judge": (value - worst) / (best - worst), "rating": value, "judged": True}
