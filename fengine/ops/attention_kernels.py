@@ -65,13 +65,13 @@ def attend_block(q, m, sums, acc, start, kv_len, position, last, table_ptr, k_pt
 
     FEW: number of kv heads where pages are in few bits (kv_fp8.py), else 0. Scores and weights take the powers of two.
     """
-    PAGE: tl.constexpr = S * STRIDE + S * FEW
+    PAGE: tl.constexpr = S * FEW * (K + 1) if FEW else S * STRIDE
     k = fetch(k_ptr, table_ptr, start, kv_len, S, STRIDE, K, KP, BLOCK, EDGE, PAGE)
     if FEW:
         k = from_e4m3(k, q.dtype)
     s = tl.dot(q, k.T, input_precision="ieee")
     if FEW:
-        behind = S * STRIDE + g * (S - K)  # from a head's first code to its first exponent
+        behind = S * FEW * K + g * (S - S * K)  # from a head's first code to its first exponent
         s *= powers(k_ptr + behind, table_ptr, start, kv_len, S, BLOCK, EDGE, PAGE)[None, :]
     if CAP > 0:
         s = CAP * (1.0 - 2.0 / (tl.exp2(s * (SCALE / CAP * 2.8853900817779268)) + 1.0))  # tanh
@@ -185,6 +185,8 @@ def rows_kernel(
     """
     BQ: tl.constexpr = BM // GP
     J: tl.constexpr = H // G  # query heads per kv head, padded to GP rows
+    HEAD: tl.constexpr = S * K if FEW else K  # from a kv head to the next, and from a slot
+    STRIDE: tl.constexpr = K if FEW else G * K
     g = tl.program_id(0)
     r = tl.program_id(1)
     split = tl.program_id(2)
@@ -220,8 +222,9 @@ def rows_kernel(
                 m, sum, acc = nothing(BM, KP)
                 for chunk in range(begin_chunk + split, count, tl.num_programs(2)):
                     m2, sum2, acc2 = attend_chunk(q, chunk * CHUNK, seen, seen_by_all, front, back, kv_len, position,
-                                                  last, table, k_ptr + g * K, v_ptr + g * K, c, g, S, G * K, K, KP, BM,
-                                                  CHUNK, BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW, ONE)  # fmt: skip
+                                                  last, table, k_ptr + g * HEAD, v_ptr + g * HEAD, c, g, S, STRIDE, K,
+                                                  KP, BM, CHUNK, BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW,
+                                                  ONE)  # fmt: skip
                     if SPLIT:
                         if count - begin_chunk == 1:
                             m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
@@ -263,6 +266,8 @@ def tiles_kernel(
     """BM // GP tokens of a row of more than `limit` tokens, with all query heads of one kv head; zeros behind."""
     BQ: tl.constexpr = BM // GP
     J: tl.constexpr = H // G
+    HEAD: tl.constexpr = S * K if FEW else K
+    STRIDE: tl.constexpr = K if FEW else G * K
     g = tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see the most keys: first out
     r, first = find_tile(q_start_ptr, tile, R, T, limit, BQ, 512)
@@ -291,8 +296,8 @@ def tiles_kernel(
             m, sum, acc = nothing(BM, KP)
             for low in tl.range(begin_chunk * CHUNK, seen, CHUNK):
                 m2, sum2, acc2 = attend_chunk(q, low, seen, seen_by_all, front, back, kv_len, position, last, table,
-                                              k_ptr + g * K, v_ptr + g * K, c, g, S, G * K, K, KP, BM, CHUNK, BLOCK,
-                                              CAUSAL, WINDOW, CAP, SCALE, FEW, False)  # fmt: skip
+                                              k_ptr + g * HEAD, v_ptr + g * HEAD, c, g, S, STRIDE, K, KP, BM, CHUNK,
+                                              BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW, False)  # fmt: skip
                 m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
             store_rows(m, sum, acc, sink_ptr, head, o_ptr, line, mask, c, K, KP, SINKS)
         else:

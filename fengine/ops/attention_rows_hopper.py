@@ -67,7 +67,7 @@ def copy_codes(pages_ptr, page, key, g, codes, inside, G: gl.constexpr, K: gl.co
     slot = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LINES))
     d = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
     here = pages_ptr + page.to(gl.int64) * (S * G * (K + 1))
-    at = key % S * (G * K) + g * K + (slot * (G * K))[:, None] + d[None, :]
+    at = (g * S + key % S) * K + (slot * K)[:, None] + d[None, :]
     async_copy.async_copy_global_to_shared(codes, here + at, mask=inside)
 
 

@@ -141,9 +141,10 @@ INLINE key_places locate(const attention_job *job, const int32_t *pages, int64_t
     int64_t page = first / job->page_size, in_page = first % job->page_size, slot_size = job->kv_heads * job->width;
     for (int64_t j = 0; j < places.owned; j++) {
         places.offset[j] = (pages[page] * job->page_size + in_page) * slot_size;
-        if (job->few) { /* a page's exponents, one a head and slot, stand behind its codes */
-            places.offset[j] += pages[page] * job->page_size * job->kv_heads;
-            places.exponent[j] = places.offset[j] + (job->page_size - in_page) * slot_size + in_page;
+        if (job->few) { /* a page's codes lie head by head, and so do its exponents, one a slot, behind them */
+            int64_t begin = pages[page] * job->page_size * (slot_size + job->kv_heads);
+            places.offset[j] = begin + in_page * job->width;
+            places.exponent[j] = begin + job->page_size * slot_size + in_page;
         }
         if (++in_page == job->page_size)
             page++, in_page = 0;
@@ -153,10 +154,10 @@ INLINE key_places locate(const attention_job *job, const int32_t *pages, int64_t
 
 /* Asks for the keys and values of the next block: hardware does not foresee scattered pages. */
 INLINE void prefetch_keys(const attention_job *job, const key_places *places, int64_t group) {
-    int64_t size = job->few ? 1 : 4;
+    int64_t size = job->few ? 1 : 4, head = group * job->width * (job->few ? job->page_size : 1);
     for (int64_t j = 0; j < places->owned; j++)
         for (int64_t i = 0; i < job->width * size; i += 64) {
-            int64_t at = (places->offset[j] + group * job->width) * size + i;
+            int64_t at = (places->offset[j] + head) * size + i;
             __builtin_prefetch((const char *)job->k + at, 0, 2);
             __builtin_prefetch((const char *)job->v + at, 0, 2);
         }
@@ -165,7 +166,7 @@ INLINE void prefetch_keys(const attention_job *job, const key_places *places, in
 /* One head of one slot as floats: a power of two times the codes, which no rounding changes. */
 static const float *decode_head(const attention_job *job, const void *pages, const key_places *places, int64_t j,
                                 int64_t group, float *out) {
-    const uint8_t *codes = (const uint8_t *)pages + places->offset[j] + group * job->width;
+    const uint8_t *codes = (const uint8_t *)pages + places->offset[j] + group * job->page_size * job->width;
     vf scale = vf_set(power_of_two(((const uint8_t *)pages)[places->exponent[j] + group * job->page_size]));
     for (int64_t i = 0; i < job->width; i += 16) {
         uint8_t last[16] = {0};

@@ -404,13 +404,13 @@ INLINE void rotate(const float *in, const float *cosine, float *out, int64_t hal
 
 /* Writes one head of a slot to pages in few bits, whose layout kv_fp8.py tells. */
 static void encode_head(const rope_job *job, uint8_t *pages, int64_t slot, int64_t head, const float *x) {
-    int64_t codes = job->page_size * job->kv_heads * job->width, at = slot % job->page_size * job->kv_heads + head;
+    int64_t codes = job->page_size * job->kv_heads * job->width, at = head * job->page_size + slot % job->page_size;
     uint8_t *page = pages + slot / job->page_size * (codes + job->page_size * job->kv_heads);
     uint32_t exponent = exponent_of(top_of(x, job->width));
     vf inverse = vf_set(power_of_two(254 - exponent));
     for (int64_t i = 0; i < job->width; i += 16)
         store_e4m3(page + at * job->width + i, vf_load_upto(x + i, job->width - i) * inverse, job->width - i);
-    page[codes + head * job->page_size + slot % job->page_size] = (uint8_t)exponent;
+    page[codes + at] = (uint8_t)exponent;
 }
 
 static void rope_task(const void *context, int64_t task) {

@@ -69,13 +69,13 @@ def store_heads(pages_ptr, slot, group, here, x1, x2, G: tl.constexpr, K: tl.con
     top = tl.max(tl.maximum(tl.abs(x1), tl.abs(x2)), 1)
     exponent = tl.maximum(((top.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    at = slot % S * G + group
+    at = group * S + slot % S
     page = pages_ptr + slot // S * (S * G * (K + 1))
     out = page[:, None] + (at * K)[:, None] + d[None, :]
     mask = here[:, None] & (d < K // 2)[None, :]
     tl.store(out, e4m3(x1 * inverse).to(tl.uint8), mask=mask)
     tl.store(out + K // 2, e4m3(x2 * inverse).to(tl.uint8), mask=mask)
-    tl.store(page + S * G * K + group * S + slot % S, exponent.to(tl.uint8), mask=here)
+    tl.store(page + S * G * K + at, exponent.to(tl.uint8), mask=here)
 
 
 @triton.jit

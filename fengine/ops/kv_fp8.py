@@ -7,7 +7,8 @@ A power of two costs e4m3 no precision, and the stored number is exact in bfloat
 pages has no tree of its own: it is attention.py's over the stored numbers, and a kernel may scale codes, or scores and
 weights, with the same bits. Every query reads what is stored, also of its own chunk.
 
-Pages are bytes [P, S, G, K + 1]: of a page first the codes [S, G, K], then the exponents [G, S], each plus 127.
+Pages are bytes [P, S, G, K + 1]: of a page first the codes [G, S, K], then the exponents [G, S], each plus 127:
+what a kv head needs lies together.
 """
 
 import torch
@@ -30,7 +31,8 @@ def parts(pages_PSGK: Tensor) -> tuple[Tensor, Tensor]:
     """Views of contiguous pages: codes [P, S, G, K] and exponents [P, S, G]. Pure."""
     pages, size, groups, _ = pages_PSGK.shape
     codes, exponents = pages_PSGK.view(pages, -1).split([size * groups * width_of(pages_PSGK), size * groups], 1)
-    return codes.unflatten(1, (size, groups, -1)), exponents.unflatten(1, (groups, size)).transpose(1, 2)
+    codes = codes.unflatten(1, (groups, size, -1)).transpose(1, 2)
+    return codes, exponents.unflatten(1, (groups, size)).transpose(1, 2)
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:

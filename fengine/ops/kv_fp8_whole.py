@@ -71,9 +71,10 @@ def decode_lines(few_ptr, whole_ptr, page, to, part, G: tl.constexpr, K: tl.cons
     d = tl.arange(0, KP)
     inside = (line < S * G)[:, None] & (d < K)[None, :]
     at = line[:, None] * K + d[None, :]
+    own = line % G * S + line // G
     few = few_ptr + page.to(tl.int64) * (S * G * (K + 1))
-    code = tl.load(few + at, mask=inside, other=0)
-    exponent = tl.load(few + S * G * K + line % G * S + line // G, mask=line < S * G, other=0)
+    code = tl.load(few + own[:, None] * K + d[None, :], mask=inside, other=0)
+    exponent = tl.load(few + S * G * K + own, mask=line < S * G, other=0)
     x = from_e4m3(code, whole_ptr.dtype.element_ty).to(tl.float32) * power_of_two(exponent)[:, None]
     tl.store(whole_ptr + to.to(tl.int64) * (S * G * K) + at, x.to(whole_ptr.dtype.element_ty), mask=inside)
 
