@@ -1,6 +1,6 @@
 """What must hold of every step that a scheduler plans, seen from outside: order, budgets, pages, progress."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,9 @@ class Asked(NamedTuple):
     try_from: int
     gain: float
     hope_from: int
+
+
+NOBODY: frozenset[Request] = frozenset()
 
 
 class Checks:
@@ -75,56 +78,64 @@ class Checks:
         self.asks, self.proposals, self.late = [], [], False
         rows, waiting = self.rows, self.waiting.requests()
         ran = [*rows.prompting, *rows.decoding]
-        if self.scheduler.speculation:
-            known = waiting + ran
+        if self.scheduler.speculation:  # those of newcomers stay as they are
             self.records = {r: Asked(d.rest_until, d.try_from, d.gain, d.hope_from)
-                            for r in known if (d := r.drafting) is not None}  # fmt: skip
-        guessed = any(before.guessed for before in self.scheduler._in_flight)
+                            for r in ran if (d := r.drafting) is not None}  # fmt: skip
+        guessed = any([before.guessed for before in self.scheduler._in_flight])
         self._check_blocked()
         self.seen = waiting
-        sits = {r for r in rows.decoding if r.num_pending and is_lockstep(r)}
+        sits = {r for r in rows.decoding if r.num_pending and is_lockstep(r)} if rows.num_lockstep else NOBODY
         flying, draining = bool(self.scheduler._in_flight), bool(rows.draining)
         waits = flying and self._pays(rows.decoding)
         alone = not rows.num_running
         output = self._schedule()
         victims = [request for request in ran if request.row is None]
         self._check_blocked()
-        if any(a.arrival < b.arrival for a in victims for b in [*rows.prompting, *rows.decoding]):
-            raise InvariantError("a request is preempted though a later one runs on")
-        if victims and draining:
-            raise InvariantError("a request is preempted though pages come back with the step in flight")
+        if victims:
+            self._check_victims(victims, draining)
         if output is None:
             if not flying and not ran and waiting and not draining and not self.rows.num_running:
                 raise InvariantError(f"nothing runs, and nobody of {[r.rid for r in waiting]} is admitted")
-            whole = {
+            kept = {
                 r for r in ran if sits and any(image.bidirectional for _, image in r.images)
-            }  # for whom room is kept
-            if not waits and not draining and not victims and set(ran) - sits - whole:
+            }  # for whom there is room
+            if not waits and not draining and not victims and set(ran) - sits - kept:
                 raise InvariantError(f"{[r.rid for r in ran]} run, and nothing is planned")
             return None
-        planned = list(output.requests)
+        planned = output.requests
         if waits:
             raise InvariantError("a step is planned though its rows wait for the tokens of the one in flight")
-        if sorted(output.preempted) != sorted(request.rid for request in victims):
+        if (victims or output.preempted) and sorted(output.preempted) != sorted(request.rid for request in victims):
             raise InvariantError(f"told to be preempted: {output.preempted}, not {[r.rid for r in victims]}")
         for image, table_rows in output.encodes:
             if self.scheduler.images is None or self.scheduler.images._entries[image.key].rows != table_rows:
                 raise InvariantError("an image is encoded for nobody")
-        self._check_images(output)
+        if self.scheduler.images is not None:
+            self._check_images(output)
         self._check_budget(output)
         self._check_progress(ran, sits, planned, bool(victims), sum(output.counts))
-        self._check_admitted(output, planned, waiting, alone)
-        self._check_drafts(output, planned)
-        self._check_asks(output, planned, guessed)
+        self._check_admitted(output, planned, [request for request in waiting if request.row is not None], alone)
+        if output.drafts:
+            self._check_drafts(output, planned)
+        if self.scheduler.speculation is not None:
+            self._check_asks(output, planned, guessed)
         self.computed += sum(output.counts)
         if self.scheduler.num_computed_tokens != self.computed:
             raise InvariantError(f"{self.computed} tokens are planned, counted otherwise")
         return output
 
+    def _check_victims(self, victims: list[Request], draining: bool) -> None:
+        """The latest arrivals are preempted, and only where no pages come back by themselves."""
+        if any(a.arrival < b.arrival for a in victims for b in [*self.rows.prompting, *self.rows.decoding]):
+            raise InvariantError("a request is preempted though a later one runs on")
+        if draining:
+            raise InvariantError("a request is preempted though pages come back with the step in flight")
+
     def _check_blocked(self) -> None:
         """Nobody is said to find too few pages who would find enough: of those whose place does not change."""
-        ranked = self.waiting.policy is Policy.fcfs or any(request.priority for request in self.waiting.requests())
-        if not self.admission.blocked or not self.rows.num_free or not ranked:
+        if not self.admission.blocked or not self.rows.num_free:
+            return
+        if self.waiting.policy is not Policy.fcfs and not any(r.priority for r in self.waiting.requests()):
             return
         if self.rows.pool.windowed and self.scheduler.speculation:
             return  # drafts may have left windows behind: their update makes it known
@@ -180,31 +191,29 @@ class Checks:
             raise InvariantError(f"drafts fill a step up to {sum(output.counts)} tokens, more than {self.step_tokens}")
 
     def _check_progress(
-        self, ran: list[Request], sits: set[Request], planned: list[Request], pages_lack: bool, tokens: int
+        self, ran: list[Request], sits: Set[Request], planned: list[Request], pages_lack: bool, tokens: int
     ) -> None:
         """Who runs gets on, unless it waits for its own token, or for pages or the budget."""
         lacks = pages_lack or self.rows.pool.room == 0 or self.rows.pool.windowed
-        idle = set(ran) - sits - set(planned)
+        inside = set(planned)
+        idle = [request for request in ran if request not in inside and request not in sits]
         full = tokens + len(sits) >= self.scheduler.max_step_tokens
-        if sits & set(planned):
+        if not sits.isdisjoint(inside):
             raise InvariantError("a row is planned before it knows the token that it waits for")
         for request in idle:
             if not lacks and not request.images and not (full and request in self.rows.prompting):
                 raise InvariantError(f"{request.rid!r} sits out for no reason")
 
-    def _check_admitted(
-        self, output: SchedulerOutput, planned: list[Request], waiting: list[Request], alone: bool
-    ) -> None:
+    def _check_admitted(self, output: SchedulerOutput, planned: list[Request], new: list[Request], alone: bool) -> None:
         """Who was admitted was next; what was cached of it is told as at its first admission."""
-        starts = dict(zip(planned, output.starts, strict=True))
-        new = [request for request in waiting if request.row is not None]
+        starts = dict(zip(planned, output.starts, strict=True)) if new else {}
         if new and not self.rows.pool.windowed and self._spare() < -1:
             raise InvariantError(f"{new[-1].rid!r} is admitted, and others lack {-self._spare()} pages")
         if new and not alone and not output.drafts and isinstance(self.rows.pool, WindowPages):
             chunk = -(-output.counts[planned.index(new[-1])] // self.rows.page_size) + 1
             if (left := self._spare_windows(self.rows.pool)) < -1 - chunk:
                 raise InvariantError(f"{new[-1].rid!r} is admitted, and others lack {-left} window pages")
-        self.hits += sum(starts[request] for request in new)
+        self.hits += sum([starts[request] for request in new])
         if self.rows.num_hit_tokens != self.hits:
             raise InvariantError(f"{self.hits} tokens were hit, counted otherwise")
         for request in new:
@@ -241,7 +250,7 @@ class Checks:
         speculation = self.scheduler.speculation
         if speculation is None or not speculation.waits or not 0 < len(rows) < speculation.full:
             return False
-        told = [(self.records[r], r.num_computed) for r in rows if r in self.records]
+        told = [(self.records.get(r, r.drafting), r.num_computed) for r in rows if r.drafting is not None]
         gain = sum(
             record.gain if known < record.hope_from else speculation.hope
             for record, known in told if known >= record.try_from
@@ -252,8 +261,7 @@ class Checks:
         """Every row that decodes is asked for, and nobody else; drafts fill what is left of the step, in fair parts.
         `guessed`: guesses are in flight that nobody knows, so that nobody is asked."""
         speculation, drafts = self.scheduler.speculation, dict(output.drafts)
-        if speculation is None:
-            return
+        assert speculation is not None
         left = self.step_tokens - sum(output.counts) + sum(map(len, drafts.values()))
         tried, expected = self._pays(self.rows.decoding), {}
         asked = tried or speculation.mixed or not speculation.waits
@@ -265,8 +273,9 @@ class Checks:
                     continue
                 alone = output.counts[i] - len(drafts.get(i, ())) == 1 and output.samples[i]
                 room = min(request.full - 2 - start, self.most_drafts)
-                if (record := self.records.get(request)) and start >= max(record.rest_until, request.prompt_len):
-                    expected |= {i: room} if alone and room >= least else {}
+                record = self.records.get(request)
+                if alone and record and start >= max(record.rest_until, request.prompt_len) and room >= least:
+                    expected[i] = room
             if speculation.waits and expected:
                 expected = {i: min(room, -(-left // len(expected))) for i, room in expected.items()}
         if {ask.row: ask.most for ask in self.asks} != expected or any(ask.tried != tried for ask in self.asks):

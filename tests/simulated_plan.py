@@ -94,6 +94,11 @@ class Plan:
     settings: Settings
     events: tuple[Event, ...]
 
+    @property
+    def short(self) -> bool:
+        """Whether it may be looked at closely."""
+        return len(self.events) <= 13
+
     def without(self, names: set[int]) -> "Plan":
         return replace(self, events=tuple(event for event in self.events if event.name not in names))
 

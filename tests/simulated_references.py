@@ -3,8 +3,6 @@
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from books import nodes_of
-
 from fengine.config import Policy
 from fengine.core import admission
 from fengine.core.admission import WaitingQueue
@@ -88,7 +86,7 @@ class CheckedCache(PrefixCache):
             self.moments[node] = self.clock
 
     def evict(self, count: int) -> int:
-        leaves = [node for node in nodes_of(self) if not node.children]
+        leaves = [node for *_, node in self._heap if node.parent is not None and not node.children]  # all of them
         idle, nodes = self.pool.num_idle, self.num_pages
         evicted = super().evict(count)
         if evicted != min(count, idle) or self.num_pages != nodes - evicted:

@@ -137,7 +137,7 @@ class Machine:
         me = self.running
         if me is None or self.over:
             return
-        if self.random() < self.eager:
+        if self.random() < self.eager and (self.ready or self.sleepers):  # or it would be picked again
             self.ready.append(me)
             self._leave(me)
 
@@ -201,9 +201,10 @@ class Machine:
             self.soonest = min((thread.deadline for thread in self.sleepers), default=FOREVER)
         if not self.ready or self.clock > self.until or self.turns > MANY:
             return None
-        at = int(self.random() * len(self.ready))
-        self.ready[at], self.ready[-1] = self.ready[-1], self.ready[at]
-        return self.ready.pop()
+        ready = self.ready
+        at = int(self.random() * len(ready))
+        ready[at], ready[-1] = ready[-1], ready[at]
+        return ready.pop()
 
     # -- of who owns the machine ---------------------------------------------------------------------------------------
 

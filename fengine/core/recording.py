@@ -255,7 +255,7 @@ class Replay:
             drafting.try_from, drafting.gain, drafting.hope_from = self.waits.get(ask.request.rid, told)
         return [self.guesses.get(ask.request.rid, []) for ask in asks]
 
-    def _draw(self, new: Request, ids: list[int], prefix: int) -> tuple[int, float]:
+    def _draw(self, new: Request, count: int, prefix: int) -> tuple[int, float]:
         return self.draws.pop(0), 0.0
 
 

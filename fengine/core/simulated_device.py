@@ -20,7 +20,7 @@ def content_of(key: bytes, index: int, weights: int) -> int:
     return hash((int.from_bytes(key, "little"), index, weights))
 
 
-Draw = Callable[[Request, list[int], int], tuple[int, float]]  # of (row, its tokens, their hash): token, logprob
+Draw = Callable[[Request, int, int], tuple[int, float]]  # of (row, number of tokens, their hash): token, logprob
 
 
 @dataclass(slots=True)
@@ -69,18 +69,18 @@ class SimulatedDevice:
         self._write(out, rows)
         tokens, logprobs, errors, behind = [], [], {}, []
         for i, row in enumerate(rows):
-            self._attend(row, out.starts[i], len(row.ids))
-            guessed = drafts.get(i, 0)
-            for end in range(len(row.ids) - guessed, len(row.ids) + 1):
+            last = len(row.ids)
+            self._attend(row, out.starts[i], last)
+            draws = [] if out.samples[i] else [(-1, 0.0)]
+            for end in range(last - drafts.get(i, 0), last + 1) if out.samples[i] else ():
                 try:
-                    found = self.draw(row.new, row.ids[:end], row.chain[end - 1]) if out.samples[i] else (-1, 0.0)
+                    draws.append(self.draw(row.new, end, row.chain[end - 1]))
                 except FengineError as error:
-                    errors[i], found = error, (0, float("nan"))
-                if end == len(row.ids) - guessed:
-                    tokens.append(found[0])
-                    logprobs.append(found[1])
-                else:
-                    behind.append(found)
+                    errors[i] = error
+                    draws.append((0, float("nan")))
+            tokens.append(draws[0][0])
+            logprobs.append(draws[0][1])
+            behind += draws[1:]
         self.drawn = {slot: token for slot, token, s in zip(out.rows, tokens, out.samples, strict=True) if s}
         return tokens + [token for token, _ in behind], logprobs + [logprob for _, logprob in behind], errors
 
@@ -118,8 +118,8 @@ class SimulatedDevice:
         at, fed = 0, set(out.fed)
         for i, (row, start, count) in enumerate(zip(rows, out.starts, out.counts, strict=True)):
             ids = out.token_ids[at : at + count]
-            last = count - 1 - drafts.get(i, 0)
             if fed and (found := [k for k in range(count) if at + k in fed]):
+                last = count - 1 - drafts.get(i, 0)
                 if found != [last] or out.rows[i] not in self.drawn or row.new.params.lockstep:
                     raise InvariantError(f"{row.new.rid!r} is fed a token that the step before did not draw for it")
                 ids[last] = self.drawn[out.rows[i]]
@@ -147,8 +147,7 @@ class SimulatedDevice:
                 if at + k >= start and self.images.get(placed.rows[k]) != inputs[at + k - known]:
                     raise InvariantError(f"{row.new.rid!r} reads another image at {at + k}, from row {placed.rows[k]}")
         for token in inputs:
-            value = hash((value, token))
-            chain.append(value)
+            chain.append(value := hash((value, token)))
 
     def _write(self, out: SchedulerOutput, rows: list[_Row]) -> None:
         size = self.page_size
@@ -159,7 +158,8 @@ class SimulatedDevice:
                 if len(table) * size < len(chain):
                     raise InvariantError(f"{row.new.rid!r} has {len(table)} pages for {len(chain)} tokens")
                 for position in range(start, len(chain)):
-                    page, at = table[position // size], position % size
+                    number, at = divmod(position, size)
+                    page = table[number]
                     if (slot := page * size + at) in written or not page:
                         raise InvariantError(f"two rows write slot {slot} of group {group}, or one the null page")
                     written.add(slot)
@@ -169,10 +169,12 @@ class SimulatedDevice:
         """Reads what the tokens at start .. end - 1 do, and all of their kernels' first blocks."""
         size = self.page_size
         for pages, table, window_start in zip(self.groups, row.tables, self.window_start, strict=True):
-            for k in range(window_start(start), -(-end // size)):
-                expected = row.chain[k * size : min(k * size + size, end)]
-                if pages[table[k]][: len(expected)] != expected:
-                    raise InvariantError(f"{row.new.rid!r} reads wrong KV in page {table[k]}, number {k} of its table")
+            first = window_start(start)
+            read = [value for page in table[first : -(-end // size)] for value in pages[page]]
+            expected = row.chain[first * size : end]
+            if read[: len(expected)] != expected:
+                at = next(k for k, value in enumerate(expected) if read[k : k + 1] != [value]) // size + first
+                raise InvariantError(f"{row.new.rid!r} reads wrong KV in page {table[at]}, number {at} of its table")
 
     def release(self, slots: Iterable[int]) -> None:
         """The requests in these row slots have ended, or were preempted."""

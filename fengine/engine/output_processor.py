@@ -86,9 +86,9 @@ class OutputProcessor:
             del self.unstarted[state.request.rid]
             state.first_token = now
         live = [
-            (state, state.request.num_output)
+            (state, known)
             for state in self.live.values()
-            if state.quiet_until <= now and state.request.num_output > state.output.num_tokens
+            if state.quiet_until <= now and (known := state.request.num_output) > state.output.num_tokens
         ]
         if live or finished:
             self.steps.put((live, [self.forget(request) for request in finished]))
