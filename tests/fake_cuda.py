@@ -178,6 +178,7 @@ def use_draft_graphs(parts: Parts, monkeypatch: Any) -> Graphs:
         kv = stepper.kv.take()
         stepper.kv = KVHandle(kv)
         speculation.open(kv, stepper.input_batch, stepper.runner.guess_token_S)
+        speculation.warm_up()
 
     in_loop(parts.core, reopen)
     return speculation.propose.chain.graphs

@@ -63,6 +63,8 @@ class Speculation:
     crowd: float = 0.0  # and how much more for each of them
     kv_bytes: int = 0  # that a token of the pool takes beside the model's own
     open: Callable[..., None] = lambda *_: None  # told of the model's KV state, its rows, where guesses are fed from
+    warm_up: Callable[[], None] = lambda: None  # captures graphs, over weights that are there
+    release: Callable[[bool], None] = lambda kv: None  # drops them, and on True its KV, until it is told of another
     reveal: Callable[[], Mapping[Request, list[int]]] | None = None  # waits for `Late` proposals, and tells them
     feature_layers: tuple[int, ...] = ()  # of the model, whose streams are wanted beside the KV
 

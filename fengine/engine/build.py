@@ -110,6 +110,7 @@ def assemble(
     worker = make_worker(config, loaded, features, group, 0 if speculation is None else speculation.kv_bytes)
     if speculation is not None:
         speculation.open(worker.kv, worker.input_batch, worker.runner.guess_token_S)
+        speculation.warm_up()
     size, kv_dtype, adapters = worker.size, worker.kv_dtype, worker.adapters
     slots, images = 0 if adapters is None else adapters.slots, image_rows(config, loaded.params)
     scheduler = make_scheduler(config, spec, size, speculation, slots, images)
@@ -126,7 +127,7 @@ def assemble(
             speculation.open(kv, input_batch, guess_token_S)
         return kv
 
-    memory = DeviceMemory(worker.runner, weights, new_kv, page_size, core.stepper.swap_kv)
+    memory = DeviceMemory(worker.runner, weights, new_kv, page_size, core.stepper.swap_kv, speculation)
     if ranks is not None:
         ranks.attach(core)
     return Parts(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fengine.core.speculation import Speculation
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.parallel.ranks import Ranks
 from fengine.engine.stepper import Runner
@@ -41,12 +42,13 @@ class DeviceMemory:
 
     def __init__(
         self, runner: Runner, weights: LiveWeights, new_kv: Callable[[], KVState], page_size: int,
-        swap_kv: Callable[[Callable[[KVState | None], KVState | None]], None],
+        swap_kv: Callable[[Callable[[KVState | None], KVState | None]], None], drafts: Speculation | None = None,
     ) -> None:  # fmt: skip
-        """`swap_kv` replaces the KV state by what a function makes of it."""
+        """`swap_kv` replaces the KV state by what a function makes of it. `drafts`: whose graphs and KV go, too."""
         self.runner, self.weights, self.new_kv, self.page_size, self.swap_kv = (
             runner, weights, new_kv, page_size, swap_kv
         )  # fmt: skip
+        self.drafts = drafts
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []  # of released weights, in bytes
         self._kept: list[torch.UntypedStorage] = []  # their copies
 
@@ -54,12 +56,16 @@ class DeviceMemory:
         """Releases what holds addresses."""
         if isinstance(self.runner, CudaRunner):
             self.runner.graphs.clear()
+        if self.drafts is not None:
+            self.drafts.release(False)
 
     def release(self, tags: Sequence[str], keep: bool) -> None:
         """`keep`: weights stay in CPU memory."""
         self.drop_graphs()
         if "kv_cache" in tags:
             self.swap_kv(self._free_kv)
+            if self.drafts is not None:
+                self.drafts.release(True)
         if "weights" in tags:
             storages = [tensor.untyped_storage() for tensor in self.weights.tensors()]
             own = {s.data_ptr(): s for s in storages if s.resizable()}  # not what is somebody else's memory
@@ -111,6 +117,8 @@ class DeviceMemory:
         if isinstance(runner, CudaRunner):
             try:
                 self.swap_kv(lambda kv: None if kv is None else runner.warm_up(kv, self.page_size))
+                if self.drafts is not None:
+                    self.drafts.warm_up()
             except Exception:
                 self.drop_graphs()
                 raise

@@ -86,6 +86,13 @@ class Chain:
             for tokens in reversed(self._held(rows)):
                 self.run(warm_step(tokens, self._sizes(rows, tokens)).arrays, (), self.most)()
 
+    def release(self, kv: bool) -> None:
+        """Drops the graphs, which name the target's weights; with `kv` the KV states, too, for good."""
+        if self.graphs is not None:
+            self.graphs.clear()
+        if kv:
+            self.kv, self.feature_PSX = KVState((), ()), None
+
     def run(
         self, arrays: Arrays, stages: tuple[LogitsStage, ...], count: int, guide: Guide | None = None
     ) -> Callable[[], np.ndarray]:

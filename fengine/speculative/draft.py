@@ -111,7 +111,12 @@ class DraftModel:
             self.head, kv, streams, edits, width + 1, min(self.rows, slots), self.most, CATCH_UP, self.graphs,
             guess_token_S if len(guess_token_S) else None,
         )  # fmt: skip
+
+    def warm_up(self) -> None:
         self.chain.warm_up()
+
+    def release(self, kv: bool) -> None:
+        self.chain.release(kv)
 
     def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
         """One proposal for each ask; none where the draft has to catch up, or has been wrong."""

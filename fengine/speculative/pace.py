@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-FADE = 0.8  # of what is known, with each try
-SURE, HOPE = 1.5, 0.6  # guesses that a new request is taken to have made, and the share of them that was right
-WAIT = 0.05  # of a step: a row whose tokens are waited for leaves the device idle between two steps
+FADE = 0.85  # of what is known, with each try
+SURE, HOPE = 1.0, 0.6  # guesses that a new request is taken to have made, and the share of them that was right
+WAIT = 0.1  # of a step: a row whose tokens are waited for leaves the device idle between two steps
 NEVER = 1 << 40
-REST, LONGEST = 16, 512  # tokens between two tries that cannot pay: twice as many after each, and at most
+REST, GROWTH, LONGEST = 24, 3, 512  # tokens between two tries that cannot pay; as many times more after each, at most
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Pace:
         if right and self.rest:
             self.rest = 0
         elif self.rest or not self.size:
-            self.rest = min(max(2 * self.rest, REST), LONGEST)
+            self.rest = min(max(GROWTH * self.rest, REST), LONGEST)
             self.resume_at, self.right, self.seen = known + self.rest, SURE * HOPE, SURE
         self._choose()
 
@@ -52,7 +52,7 @@ class Pace:
             self.gain, self.size = float(self.most), self.most
             return
         chance = self.right / self.seen
-        for count in range(1, (min(self.most, 2) if self.rest else self.most) + 1):
+        for count in range(1, (1 if self.rest else self.most) + 1):
             gain += chance**count - self.price
             if gain > least:
                 self.gain, self.size, least = gain, count, gain

@@ -4,6 +4,7 @@ The draft is the target itself: where its guesses go through the same edits and 
 """
 
 import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,35 @@ def test_chains_of_guesses_as_graphs(own: Engine, want: list[dict[str, Any]], mo
         assert 8 < meta["spec_num_correct_drafts"] >= meta["spec_num_proposed_drafts"] - 4, name  # it ends amid guesses
 
 
+def eagle(folder: Path) -> dict[str, Any]:
+    config = json.loads((resolve_model("box") / "config.json").read_text())
+    return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": eagle_heads.write(folder, config)}
+
+
+@pytest.mark.parametrize("tags", [["weights"], ["cuda_graph"], ["kv_cache"], None])
+def test_graphs_of_guesses_and_their_keys_go_with_what_is_released(
+    tags: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They name the target's embedding; and none is captured before its weights are back."""
+    params: Any = {"max_new_tokens": 12, "temperature": 0}
+    with Engine(**BOX | SELF | eagle(tmp_path)) as llm:
+        use_graphs(llm._parts, monkeypatch)
+        use_draft_graphs(llm._parts, monkeypatch)
+        model: Any = llm._parts.core.stepper.scheduler.speculation
+        model, before = model.propose, llm.generate(STORY, params)["output_ids"]
+        chain, names = model.chain, [id(graph) for graph in model.chain.graphs.captured.values()]
+        kept = [weakref.ref(tensor) for tensor in chain.kv.tensors]
+        llm.release_memory_occupation(tags)
+        gone = tags is None or "kv_cache" in tags
+        assert names and not chain.graphs.captured and all(x() is None for x in kept) == gone
+        if gone:
+            llm.resume_memory_occupation(["kv_cache"])
+            assert bool(model.chain.graphs.captured) == (tags is not None)
+        if tags is None or not gone:
+            llm.resume_memory_occupation()
+        assert model.chain.graphs.captured and llm.generate(STORY, params)["output_ids"] == before
+
+
 @pytest.mark.parametrize("draft", ["box", "EAGLE3"])
 def test_steps_are_fed_with_guesses_that_the_host_does_not_know(
     draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,12 +154,7 @@ def test_steps_are_fed_with_guesses_that_the_host_does_not_know(
     settings: dict[str, Any] = BOX | {"max_total_tokens": 128, "disable_overlap_schedule": False}
     with Engine(**settings) as llm:
         expected: Any = llm.generate([STORY] * 6, params, return_logprob=True)
-    if draft == "EAGLE3":
-        config = json.loads((resolve_model("box") / "config.json").read_text())
-        settings |= SELF | {"speculative_algorithm": draft}
-        settings["speculative_draft_model_path"] = eagle_heads.write(tmp_path, config)
-    else:
-        settings |= SELF
+    settings |= SELF | (eagle(tmp_path) if draft == "EAGLE3" else {})
     with Engine(**settings) as llm:
         use_graphs(llm._parts, monkeypatch)
         use_draft_graphs(llm._parts, monkeypatch)

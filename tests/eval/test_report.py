@@ -17,7 +17,7 @@ pytest.importorskip("hydra")
 from checksum import checksum_engine
 from eval_fakes import FakeEngine, records, write_rows
 
-from fengine import run
+from fengine import Engine, run
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.commands import evaluate
 from fengine.eval.report import rows as report_rows
@@ -426,6 +426,22 @@ def test_the_timeline_against_the_steps_themselves(tmp_path: Path, overlap: bool
         assert {rid: sorted(pages) for rid, pages in drawn.items()} == {rid: sorted(p) for rid, p in holding.items()}
     hits = sum(count for _, count, *_, hit in session["holds"] if hit)
     assert hits == sum(new.hits for record in told for new in record.new_pages) > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_guesses_of_each_step_and_how_many_were_right(tmp_path: Path, overlap: bool) -> None:
+    texts = ["Copy: red green blue red green blue. Copy: red green blue red green", "Once upon a time"]
+    options: dict[str, Any] = {"speculative_algorithm": "NGRAM", "disable_overlap_schedule": not overlap}
+    with Engine(model_path="box", device="cpu", enable_torch_compile=False, **options) as engine:
+        with Trace(tmp_path / "t", 1, steps=True) as written, engine.steps_told(written.step):
+            outputs = engine.generate(texts, {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0})
+            for i, output in enumerate(outputs):
+                written.row(i, f"row {i}", [output["meta_info"]])
+        stats = engine.stats()
+    (session,), _ = schedule.timeline(tmp_path / "t", 10**6)
+    guess, right = session["steps"]["guess"], session["steps"]["right"]
+    assert sum(guess) == stats["draft_tokens"] > 0 and sum(right) == stats["correct_draft_tokens"] > 0
+    assert all(a >= b for a, b in zip(guess, right, strict=True))
 
 
 def test_a_long_or_damaged_trace_is_drawn_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

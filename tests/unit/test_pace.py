@@ -7,7 +7,7 @@ import pytest
 from fengine.core.request import Drafting, Request, SamplingParams
 from fengine.core.speculation import Ask, gain_of
 from fengine.speculative.draft import Memo
-from fengine.speculative.pace import LONGEST, REST, WAIT, Pace
+from fengine.speculative.pace import GROWTH, LONGEST, REST, WAIT, Pace
 
 PRICE = 0.09
 
@@ -30,6 +30,7 @@ def played(chance: float, tokens: int, seed: int, price: float = PRICE, most: in
 def test_what_nobody_can_guess_is_hardly_tried(chance: float) -> None:
     speeds = [played(chance, 256, seed)[0] for seed in range(50)]
     assert sum(speeds) / len(speeds) > 0.985 and min(speeds) > 0.96
+    assert played(0.0, 96, 0)[0] > 0.99  # nor in a short answer
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.6, 0.75, 0.9])
@@ -70,9 +71,9 @@ def test_rests_grow_up_to_a_limit_and_end_with_a_success() -> None:
         pace.learn(pace.size, 0, known)
         if pace.rest != before or pace.resume_at > known:
             rests.append(pace.rest)
-    assert rests[:3] == [REST, 2 * REST, 4 * REST] and rests[-1] == LONGEST
-    assert pace.size == 2  # a try behind a rest is a short one
-    pace.learn(2, 2, known + 600)
+    assert rests[:3] == [REST, GROWTH * REST, GROWTH**2 * REST] and rests[-1] == LONGEST
+    assert pace.size == 1  # a try behind a rest is a short one
+    pace.learn(1, 1, known + 600)
     assert pace.rest == 0 and pace.size > 2
 
 

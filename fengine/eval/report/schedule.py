@@ -16,10 +16,12 @@ from fengine.eval.runs.trace import events
 DECODE, PREFILL = 0, 1
 STEP_KINDS = {"decode": 0, "prefill": 1, "mixed": 2}
 MAX_STEPS, MAX_SPANS, MAX_POOL = 20_000, 5_000, 10_000_000
-STEP_BYTES, SEGMENT_BYTES, HOLD_BYTES, SPAN_BYTES = 60, 22, 26, 90  # about, in a page
+STEP_BYTES, SEGMENT_BYTES, HOLD_BYTES, SPAN_BYTES = 64, 22, 26, 90  # about, in a page
 _ROW = re.compile(r"(\d+)@(\d+)\+(\d+)")
+_DRAFTED = re.compile(r"(\d+):(\d+)")
 _PAGES = re.compile(r"(\d+):(\d+):(\d+):([\d,-]*)")
 PHASES = ("queue", "prefill", "decode")
+GUESSES = ("guess", "right")  # of a step's tokens those that were guesses, and of these those that were drawn
 Run = tuple[int, int]  # pages that are neighbours: the first, and how many
 
 
@@ -29,7 +31,9 @@ class TraceSession:
 
     number: int
     steps: dict[str, list[int]] = field(
-        default_factory=lambda: {k: [] for k in ("n", "t", "d", "k", "tok", "row", "run", "wait", "held", "idle")}
+        default_factory=lambda: {
+            k: [] for k in ("n", "t", "d", "k", "tok", "row", "run", "wait", "held", "idle", *GUESSES)
+        }
     )
     pool: int = 0  # pages that there are
     requests: list[dict[str, Any]] = field(default_factory=list)  # seg, pre (steps at which it was preempted), row, id
@@ -38,6 +42,7 @@ class TraceSession:
     dropped: int = 0  # steps that are not here
     origin: float | None = None
     places: dict[int, int] = field(default_factory=dict)  # the trace's number of a request -> its place
+    tried: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # by number: of guesses step, count, start
     open: dict[int, list[int]] = field(default_factory=dict)  # place -> places of its holds that go on
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,6 +60,16 @@ class TraceSession:
             self.places[number] = len(self.requests)
             self.requests.append({"n": number, "seg": [], "pre": []})
         return self.places[number]
+
+    def guessed(self, number: int, count: int, start: int) -> None:
+        """A request has `count` guesses in the last step, behind token `start`."""
+        self.steps["guess"][-1] += count
+        self.tried[number] = len(self.steps["n"]) - 1, count, start
+
+    def settle(self, number: int, start: int) -> None:
+        """Its next token stands at `start`, which tells how many of its last guesses were right."""
+        step, count, before = self.tried.pop(number, (0, 0, 0))
+        self.steps["right"][step] += max(0, min(count, start - before - 1))
 
     def release(self, place: int, now: int) -> None:
         for hold in self.open.pop(place, ()):
@@ -129,12 +144,17 @@ class _Reader:
         decodes, released, preempted = (
             list(map(int, args[key].split())) for key in ("decode", "released", "preempted")
         )
+        drafted = {int(number): int(count) for number, count in _DRAFTED.findall(args.get("drafted", ""))}
         new = [(*map(int, some[:3]), _runs(some[3], values[-1])) for some in _PAGES.findall(args["pages"])]
         kind, now, before = STEP_KINDS[event["name"]], len(steps["n"]), len(session.holds)
         # all that can be wrong has been read
         numbers = (values[0], session.since(start), round(took), kind, values[1], len(rows), *values[2:6])
-        for name, value in zip(steps, numbers, strict=True):
+        for name, value in zip(steps, (*numbers, 0, 0), strict=True):
             steps[name].append(value)
+        for number, begin, _ in rows:
+            session.settle(number, begin)
+            if number in drafted:
+                session.guessed(number, drafted[number], begin)
         session.pool = max(session.pool, values[6])
         for number in released:
             session.release(session.places.get(number, -1), now)
@@ -164,6 +184,8 @@ class _Reader:
         if name not in PHASES:
             raise ValueError(name)
         number = args.get("request")
+        if number in session.tried:  # the last token is drawn, not computed
+            session.settle(number, int(args["prompt_tokens"]) + int(args["completion_tokens"]) - 1)
         if number in session.places:
             session.requests[session.places[number]].update(row=row, id=row_id)
         if self.left < SPAN_BYTES or len(session.spans) >= MAX_SPANS:

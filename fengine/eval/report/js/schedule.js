@@ -97,8 +97,9 @@ function axisOf(session) {
   return axis;
 }
 function stepsPlot(session, state) {
-  const { tok, k } = session.steps,
-    most = Math.max(1, ...tok);
+  const { tok, k, guess, right } = session.steps,
+    most = Math.max(1, ...tok),
+    guesses = guess.some(Boolean) ? [["guesses that were right", "--right"], ["wrong", "--wrong"]] : [];
   const { node, draw } = surface(
     84,
     (pen, width, height) => {
@@ -108,8 +109,14 @@ function stepsPlot(session, state) {
         const a = axis.px(axis.left(s), width),
           b = axis.px(axis.right(s), width),
           tall = Math.max(2, (tok[s] / most) * (height - 4));
+        const wide = Math.max(0.7, b - a - (b - a > 4 ? 1 : 0)),
+          part = tall / Math.max(1, tok[s]);
         pen.fillStyle = inks[k[s]];
-        pen.fillRect(a, height - tall, Math.max(0.7, b - a - (b - a > 4 ? 1 : 0)), tall);
+        pen.fillRect(a, height - tall, wide, tall);
+        guesses.forEach(([, ink], i) => {
+          pen.fillStyle = colour(ink);
+          pen.fillRect(a, height - tall, wide, part * (i ? guess[s] - right[s] : guess[s]));
+        });
       }
     },
     () => shown(state),
@@ -118,7 +125,7 @@ function stepsPlot(session, state) {
   state.parts.push(draw);
   return plot(
     `Tokens of each step, up to ${whole(most)}`,
-    STEP_NAMES.map((name, i) => keyOf(`var(${STEP_INKS[i]})`, name)),
+    [...STEP_NAMES.map((name, i) => [name, STEP_INKS[i]]), ...guesses].map(([name, ink]) => keyOf(`var(${ink})`, name)),
     node,
   );
 }

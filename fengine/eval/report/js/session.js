@@ -18,6 +18,7 @@ function stepFacts(session, state, onrow) {
       ["kind", STEP_NAMES[steps.k[s]]],
       ["took", micros(steps.d[s])],
       ["tokens", whole(steps.tok[s])],
+      ...(steps.guess[s] ? [["guesses, right", `${whole(steps.guess[s])}, ${whole(steps.right[s])}`]] : []),
       ["rows", whole(steps.row[s])],
       ["running", whole(steps.run[s])],
       ["waiting", whole(steps.wait[s])],
