@@ -105,12 +105,12 @@ def test_a_named_id_column_must_be_there(tmp_path: Path) -> None:
     assert [type(row) for row in rows] == [Row, BadRow] and rows[0].id == "a"
 
 
-def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:
+def test_a_line_without_end(tmp_path: Path) -> None:
     """Its neighbours are read, and no more than the limit is ever held."""
     path = tmp_path / "rows.jsonl"
     with path.open("wb") as file:
         file.write(b'{"prompt": "a"}\n')
-        file.seek(1 << 30, os.SEEK_CUR)  # a hole: zeros that take no room on the disk
+        file.seek(1 << 28, os.SEEK_CUR)  # a hole: zeros that take no room on the disk
         file.write(b'\n{"prompt": "b"}\n')
     task = open_task(TaskConfig("mine", data="rows.jsonl"), tmp_path)
     tracemalloc.start()
