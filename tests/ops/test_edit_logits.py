@@ -1,9 +1,10 @@
-"""Edits of single logits, logprobs of given ids, the likeliest ids: against references, and the bits of `draw`.
+"""Edits of single logits, masks, logprobs of given ids, the likeliest ids: against references, and the bits of `draw`.
 
 The Triton kernels run in Triton's interpreter, in a process of its own, where there is no CUDA device.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,10 +81,40 @@ def added_by_hand(logits: Tensor, slot: Tensor, id: Tensor, value: Tensor) -> Te
     return out
 
 
+def mask_case(rows: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits with bad values among them; masks of all rows but one, among them an empty and a full one."""
+    generator = torch.Generator().manual_seed(rows * vocab)
+    logits = normal(rows, vocab) * 5
+    logits.view(-1)[:: vocab // 3 + 1] = torch.tensor(math.nan)
+    logits.view(-1)[1 :: vocab // 3 + 2] = torch.tensor(-math.inf)
+    row = torch.randperm(rows, generator=generator)[: max(1, rows - 1)].int()
+    size = (len(row), edit_logits.words(vocab))
+    mask = torch.randint(-(2**31), 2**31, size, generator=generator, dtype=torch.int64).int()
+    mask[0], mask[-1] = -1, 0
+    if len(row) > 3:
+        row[1] = -1  # no row
+    return logits, row, mask
+
+
+def masked_by_hand(logits: Tensor, row: Tensor, mask: Tensor) -> Tensor:
+    out = logits.clone()
+    for k, r in enumerate(row.tolist()):
+        for id in range(logits.shape[1]) if r >= 0 else ():
+            if not mask[k, id // 32].item() >> id % 32 & 1 and math.isfinite(out[r, id]):
+                out[r, id] = -1e30
+    return out
+
+
 RULES: dict[str, Any] = {
     "penalize": (penalty_case, penalised_by_hand, edit_logits.penalize, edit_logits.reference, edit_logits.launch),
     "add_at": (addition_case, added_by_hand, edit_logits.add_at, edit_logits.add_reference, edit_logits.add_launch),
-}
+} | {
+    f"mask {rows} of {vocab}": (
+        partial(mask_case, rows, vocab), masked_by_hand, edit_logits.apply_bitmask, edit_logits.mask_reference,
+        edit_logits.mask_launch,
+    )
+    for rows, vocab in [(5, 300), (3, 31), (2, 32), (2, 33), (1, 5), (9, 4097)]
+}  # fmt: skip
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -122,6 +153,24 @@ def test_a_banned_id_is_never_drawn_and_leaves_the_row_well() -> None:
         assert not (token == best).any() and logprob.isfinite().all()
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k_R": 20}, {"top_k_R": 1}, {"top_p_R": 0.7}, {"min_p_R": 0.1}])
+def test_only_allowed_ids_are_drawn(filters: dict[str, float]) -> None:
+    """Also where fewer are allowed than top_k asks for, and where the allowed ones are the least likely."""
+    for temperature in (1e-6, 0.7, 1e20):
+        logits = normal(64, 50) * 10
+        least = logits.topk(3, largest=False).indices
+        mask = torch.zeros(64, 2, dtype=torch.int64)
+        for i in range(3):
+            mask.scatter_add_(1, least[:, i : i + 1] // 32, 1 << least[:, i : i + 1] % 32)
+        mask = torch.where(mask >= 2**31, mask - 2**32, mask).int()
+        edit_logits.apply_bitmask(logits, torch.arange(64).int(), mask)
+        fields = draw_case(64, 50, logits_RV=logits, temperature_R=torch.full((64,), temperature))
+        for name, value in filters.items():
+            fields[name] = torch.full((64,), value).to(fields[name].dtype)
+        token, logprob = sampling.draw(**fields)
+        assert (token[:, None] == least).any(1).all() and logprob.isfinite().all()
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_edits_want_logits_that_they_can_write_to(rule: str) -> None:
     make, _, op, _, _ = RULES[rule]
@@ -130,12 +179,13 @@ def test_edits_want_logits_that_they_can_write_to(rule: str) -> None:
         op(logits.double(), *edits)
 
 
-@pytest.mark.parametrize("name", ["penalize_", "add_at_", "count_", "logprobs", "top_ids"])
+@pytest.mark.parametrize("name", ["penalize_", "add_at_", "count_", "apply_bitmask_", "logprobs", "top_ids"])
 def test_registrations(name: str) -> None:
     args: dict[str, Any] = {
         "penalize_": penalty_case(3, 40),
         "add_at_": addition_case(3, 40, 50),
         "count_": (torch.zeros(4, 10).int(), torch.tensor([2, -1]).int(), torch.tensor([3, 4]).int()),
+        "apply_bitmask_": (normal(4, 70), *mask_case(4, 70)[1:]),
         "logprobs": (normal(3, 50), torch.ones(3), torch.zeros(3, 2).int()),
         "top_ids": (normal(3, 50), 4),
     }
