@@ -197,12 +197,12 @@ def test_seeds_are_folded() -> None:
 # -- composing ---------------------------------------------------------------------------------------------------------
 
 SWEEPS = [
-    ["task=capitals,addition", "sampling.temperature=0,0.7", "seed=1,2"],
-    ["sampling=greedy,creative", "sampling.top_k=5,null", "sampling.stop=[a],[b,'c d']"],
+    ["task=capitals,addition", "sampling.temperature=0,0.7"],
+    ["sampling=greedy,creative", "sampling.top_k=5,null", "sampling.stop=[b,'c d']"],
     ["hydra.sweep.subdir='x-${seed}-${hydra.job.num}'", "seed=1,2", "++model.path=a,b"],
     ["hydra.sweep.subdir='${hydra.job.override_dirname}'", "seed=1,2"],
-    ["out='o-${seed}'", "seed=range(0,3)", "task.limit=1,2"],
-    ["sampling.stop=[a,b,c],[d],[]", "sampling.top_p=0.5", "view=plain,quiet"],
+    ["out='o-${seed}'", "seed=range(0,2)", "task.limit=1,2"],
+    ["sampling.stop=[a,b,c],[d],[]", "sampling.top_p=0.5", "view=quiet"],
     ["sampling.top_k='${seed}',7", "seed=1,2"],
 ]
 
