@@ -96,8 +96,7 @@ def start_profile(engine: HasContext, **kwargs: Any) -> None:
     Keywords: output_dir (default: FENGINE_TORCH_PROFILER_DIR, or the temporary folder), start_step, num_steps,
     activities (of "CPU", "GPU"), with_stack, record_shapes, profile_id, profile_prefix. The file is
     `[prefix-]id.trace.json.gz`. Errors: ProfileError if profiling is on or the folder cannot be written,
-    InvalidRequestError, UnsupportedFeatureError.
-    """
+    InvalidRequestError, UnsupportedFeatureError."""
     engine._parts.profile.start(**kwargs)
 
 

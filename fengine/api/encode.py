@@ -39,8 +39,7 @@ def encode(engine: Any, *args: Any, **kwargs: Any) -> Any:
 
     Pooled and normalised as the checkpoint says, else its last token, normalised; `dimensions` keeps the first ones
     and normalises them. A classifier or reward model gives its head's outputs, one for each label. A prompt that is
-    aborted has the embedding None.
-    """
+    aborted has the embedding None."""
     return complete(engine._context, *encode_requests(engine, record_of(EncodeReqInput, args, kwargs)))
 
 

@@ -56,8 +56,7 @@ class Engine:
 
     Use as a context manager, or call `shutdown`; an engine that is dropped ends by itself.
     Errors at construction: ConfigError, ModelLoadError and their kinds. Everywhere: InvalidRequestError and its kinds,
-    UnsupportedFeatureError, EngineClosedError, EngineDeadError.
-    """
+    UnsupportedFeatureError, EngineClosedError, EngineDeadError."""
 
     @overload
     def __init__(self, *, server_args: ServerArgs) -> None: ...
@@ -86,8 +85,7 @@ class Engine:
     def from_parts(cls, parts: Parts, args: ServerArgs | None = None, *, owned: bool = False) -> "Engine":
         """An engine over parts that were assembled by hand: other weights, or another model function.
 
-        Parts that are not `owned` may serve other engines, and end with `shutdown` only.
-        """
+        Parts that are not `owned` may serve other engines, and end with `shutdown` only."""
         engine = cls.__new__(cls)
         every_option_on = ServerArgs(
             parts.config.model.path, enable_metrics=True, enable_return_hidden_states=True,
@@ -155,8 +153,7 @@ class Engine:
         options have an effect only with `return_logprob`; hidden states are `FloatList`s. `custom_logit_processor` is a
         callable (logits, [params]) -> logits of this process, or its registered name. Errors are raised here, before
         anything is queued. A request that fails by itself (non-finite logits, its processor) raises its error here, or
-        in a stream ends with a chunk whose finish reason is an abort with the message.
-        """
+        in a stream ends with a chunk whose finish reason is an abort with the message."""
         req = record_of(GenerateReqInput, args, kwargs)
         return Stream(self.submit(req), self) if req.stream else complete(self._context, *self._requests(req))
 
@@ -187,8 +184,7 @@ class Engine:
     ) -> OutputCollector:
         """Checks a call and queues its requests: all of them or, on an error, none.
 
-        For servers: the caller reads the collector, in `loop`, and aborts it. `how`: arguments of OutputCollector.
-        """
+        For servers: the caller reads the collector, in `loop`, and aborts it. `how`: arguments of OutputCollector."""
         return OutputCollector(self._context, *self._requests(req), stream=req.stream, loop=loop, **how)
 
     def _requests(self, req: GenerateReqInput) -> tuple[list[Request], dict[str, Turn], bool]:

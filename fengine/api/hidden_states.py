@@ -15,8 +15,7 @@ class FloatList(np.ndarray):
     FloatList or array and gives a bool; `in`, `index`, `count` and truth are a list's. Everything else is numpy's:
     `.shape`, arithmetic, `numpy.asarray`, `torch.tensor` and `torch.from_numpy` work at the speed of arrays. For JSON
     call `.tolist()`, or pass `default=FloatList.tolist` to `json.dumps`. `isinstance(…, list)` says yes, for programs
-    that ask.
-    """
+    that ask."""
 
     __hash__ = None  # type: ignore[assignment]
     __class__ = property(lambda _: list)  # type: ignore[assignment]

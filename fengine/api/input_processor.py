@@ -32,8 +32,7 @@ def process_input(
 
     Every prompt is checked before any is queued; all that fail are reported with their index. `pooled`: they are for
     embeddings, and these are their further parameters. Modifies: `context.indices`.
-    Errors: InvalidRequestError and its kinds, UnsupportedFeatureError.
-    """
+    Errors: InvalidRequestError and its kinds, UnsupportedFeatureError."""
     prompts, single = split_batch(req, {} if pooled else context.preferred)
     ranks, rank = (req.routed_dp_rank, req.data_parallel_rank), None
     if ranks != (None, None):

@@ -2,8 +2,7 @@
 
 A language model is asked for the logprobs of the labels at the last prompt position, through `generate` with
 max_new_tokens 0; a classifier for its head's outputs, through `encode`. Everything after that is float64 arithmetic on
-the host, so a score has the same bits in any batch.
-"""
+the host, so a score has the same bits in any batch."""
 
 import asyncio
 import math
@@ -138,8 +137,7 @@ def score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
 
     With `apply_softmax` the labels' probabilities (at `temperature`) add up to 1. `label_token_ids` is one list for
     all items or one for each. A classifier gives its labels' logits, or their softmax; it looks at no tokens.
-    Errors: AbortedError if one of its requests is aborted.
-    """
+    Errors: AbortedError if one of its requests is aborted."""
     scoring = _scoring(engine, args, kwargs)
     return scoring.result(*(complete(engine._context, *call) for call in _calls(engine, scoring)))
 

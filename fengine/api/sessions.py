@@ -12,8 +12,7 @@ pages are ordinary entries of the prefix cache: a turn that continues or forks i
 - offset: only so many tokens of the context are kept (negative: so many fewer).
 - drop_previous_output: the context is that turn's prompt without its output.
 - replace: what continues that turn so far is aborted and forgotten. A turn that still runs, or was aborted, is replaced
-  itself: the new one takes its place under the last turn that finished. Without rid everything is.
-"""
+  itself: the new one takes its place under the last turn that finished. Without rid everything is."""
 
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -154,8 +153,7 @@ class Sessions:
 
         `capacity_of_str_len` is checked and bounds nothing, as in SGLang: the model's context length does. A
         `streaming` session is append-only; its KV lies in the prefix cache, as any session's does.
-        Errors: InvalidRequestError.
-        """
+        Errors: InvalidRequestError."""
         streaming, _ = flag("streaming", streaming), CAPACITY.checked(capacity_of_str_len)
         if session_id is not None and (not isinstance(session_id, str) or not session_id):
             raise InvalidRequestError(f"session_id must be a string that is not empty, got {session_id!r:.80}.")

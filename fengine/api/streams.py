@@ -57,8 +57,7 @@ class OutputCollector:
 
         A stream's chunks hold what is new if the engine's settings say so, or `deltas`, with which all but the last are
         `brief`, too. Between the first and the last chunk of a request, none comes before the moment (perf_counter)
-        that `pace` gave when the one before was read. Errors: as `submit`.
-        """
+        that `pace` gave when the one before was read. Errors: as `submit`."""
         self.context, self.stream, self.single, self.loop = context, stream, single, loop
         self.core, self.result = context.parts.core, result
         self.brief = stream and deltas

@@ -46,8 +46,7 @@ class ModelConfig:
     most the checkpoint's. `is_embedding` reads a language model without its output head, for embeddings.
     `sampling_defaults` "model": where a request gives nothing, generation_config.json's hold; of an open engine these
     stand here, as JSON. `quantization` names the checkpoint's own, one of QUANTIZATIONS; "fp8" of a checkpoint in 16
-    bits encodes matrices at load; "w8a8_fp8", of such a one or one in FP8, multiplies with activations in FP8, too.
-    """
+    bits encodes matrices at load; "w8a8_fp8", of such a one or one in FP8, multiplies with activations in FP8, too."""
 
     path: str = "box"
     tokenizer_path: str | None = None
@@ -71,8 +70,7 @@ class CacheConfig:
 
     `mem_fraction_static` is the share of a GPU's memory for weights and pool, used where `max_total_tokens` is None; on
     the CPU it has no effect. `kv_cache_dtype` is one of KV_DTYPES: auto keeps keys and values as activations are;
-    fp8_e4m3 in about half of the bytes, a quarter on a CPU.
-    """
+    fp8_e4m3 in about half of the bytes, a quarter on a CPU."""
 
     page_size: int | None = None
     max_total_tokens: int | None = None
@@ -118,8 +116,7 @@ class SpeculationConfig:
     `step_tokens` tokens; a step that has as many already is full of work and gets none. The last `ngram_min_match`
     tokens must have occurred before; copies are compared up to `ngram_max_match` tokens back.
     `draft_model` is the checkpoint of `standalone` or `eagle3`, as `model.path`; with `ngram_first` it guesses where no
-    copy of at least four tokens is found. `adaptive`: of each request as much is guessed as pays.
-    """
+    copy of at least four tokens is found. `adaptive`: of each request as much is guessed as pays."""
 
     algorithm: Algorithm = Algorithm.none
     num_draft_tokens: int | None = None
@@ -137,8 +134,7 @@ class CompileConfig:
 
     Of these steps those with prompts only with `prefill_graphs`, decode steps up to `graph_rows` rows (None: any).
     `enabled` None: compiled on a GPU without graphs. In a graph what the layers hold beside our own ops takes no time
-    that could be seen, and the compiler takes ten seconds of each start, also with filled caches; on a CPU three.
-    """
+    that could be seen, and the compiler takes ten seconds of each start, also with filled caches; on a CPU three."""
 
     enabled: bool | None = None
     cuda_graph: bool = True
@@ -163,8 +159,7 @@ class LoraConfig:
 
     Device memory is set aside for `max_loras_per_batch` adapters of rank `max_lora_rank` (None: the largest rank of
     those in `paths`; without any, DEFAULT_RANK) over `target_modules` (None: every kind that the model has). At most
-    `max_loaded_loras` are kept in CPU memory; None: all.
-    """
+    `max_loaded_loras` are kept in CPU memory; None: all."""
 
     enabled: bool | None = None
     paths: tuple[str, ...] = ()
@@ -196,8 +191,7 @@ class MultimodalConfig:
 
     An image may have `max_image_mib` of encoded bytes and `max_image_pixels`. http(s) is read only with
     `allow_image_urls`, from `image_hosts` if any are named, and never from addresses of a private network. Paths that
-    come over HTTP are read only below `image_folder`.
-    """
+    come over HTTP are read only below `image_folder`."""
 
     cache_mib: int = 256
     max_image_mib: int = 64

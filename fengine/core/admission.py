@@ -3,8 +3,7 @@
 FCFS admits by arrival. LPM admits the longest cached prefix first, arrival breaking ties, among the LPM_WINDOW oldest;
 it starves nobody: after LPM_PATIENCE admissions in front of the oldest new request, that one goes first.
 Preempted requests come before new ones under both. Priorities go before either policy: the highest first, and a low one
-waits as long as there are higher ones.
-"""
+waits as long as there are higher ones."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -130,8 +129,7 @@ class Admission:
         little is left of the step for the image that it begins with. Modifies: `blocked`.
 
         Pages must suffice for all its known tokens and for the reserve of those that run, or it might be preempted at
-        once. When nothing runs, every page is free or idle, and `add` has made sure that it fits.
-        """
+        once. When nothing runs, every page is free or idle, and `add` has made sure that it fits."""
         rows, pool, known = self.rows, self.rows.pool, len(request.token_ids)
         pages = rows.hit(request)
         start = len(pages) * rows.page_size

@@ -4,8 +4,7 @@ An image stands in a prompt as a span of placeholder tokens, whose embeddings co
 It is known by `key`, a hash of all that its embeddings depend on: so it is encoded once, and its embeddings stay until
 room is needed, those used longest ago first.
 
-    waiting request --enter--> its images have rows --encoded, budget by budget--> it may be admitted --leave--> idle
-"""
+    waiting request --enter--> its images have rows --encoded, budget by budget--> it may be admitted --leave--> idle"""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping

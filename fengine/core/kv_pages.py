@@ -7,8 +7,7 @@ A page whose only holder is the prefix cache is *idle*: it can be evicted at any
 `free + idle + held by a request = num_pages - 1`, and what can be had without preempting is `num_free + num_idle`.
 
 Pages may be released while a step that uses them is still in flight: whoever gets them next can only be in a later
-step, and steps run on the device in the order in which they were planned.
-"""
+step, and steps run on the device in the order in which they were planned."""
 
 from collections.abc import Iterable, Sequence
 

@@ -4,8 +4,7 @@
                                                 `--enter of another one, if this is the least recently used-->
 
 An adapter is written to a slot when the first request that needs it is admitted, so never while its slot is read by
-another. A slot in use, or of a pinned adapter, is not given away.
-"""
+another. A slot in use, or of a pinned adapter, is not given away."""
 
 from fengine.core.request import Adapter
 from fengine.errors import InvariantError

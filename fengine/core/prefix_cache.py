@@ -15,8 +15,7 @@ below a node that has another page than the caller's (two requests computed the 
 
 Eviction takes the least recently used leaf. Only the deepest node of a path is stamped on use. A node that becomes a
 leaf was last used with the child that has just gone as the oldest leaf, or has a later stamp of its own; so in the
-first case it goes next, as it should. The heap of leaves is put right when an entry is popped. O(log n) amortised.
-"""
+first case it goes next, as it should. The heap of leaves is put right when an entry is popped. O(log n) amortised."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
@@ -94,8 +93,7 @@ class PrefixCache:
 
         Nodes that exist stay as they are. `leaving`: the caller releases all these pages next, so those that it alone
         holds may be put below a node with another page (see the invariant above). `after` is what the caller's last
-        insertion returned, of the same tokens and pages as far as it went: only those behind are looked at.
-        """
+        insertion returned, of the same tokens and pages as far as it went: only those behind are looked at."""
         node, depth, foreign = after or (self._root, 0, False)
         if node.parent is None:  # the root; or taken out since, and perhaps what is above it, too
             node, depth, foreign = self._root, 0, False

@@ -8,8 +8,7 @@
     {"update": n, "draws": [...], "bad": [...]} what came of step n; the draws that were not finite
 
 No text is told: ids and salts stand there as keyed hashes, whose key nobody keeps. Equal ones stay equal, which is all
-that a scheduler looks at.
-"""
+that a scheduler looks at."""
 
 import json
 import os

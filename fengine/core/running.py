@@ -5,8 +5,7 @@
     draining    everything asked for is planned; ends at the next update
 
 The first two are in order of arrival. A row has exactly the pages for its `num_computed` tokens, no more: so a decoding
-row needs a page when `num_computed % page_size == 0`. Drafts in flight have pages besides, until their step is read.
-"""
+row needs a page when `num_computed % page_size == 0`. Drafts in flight have pages besides, until their step is read."""
 
 from bisect import bisect_left, insort
 from heapq import heappop, heappush

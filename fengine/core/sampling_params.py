@@ -87,8 +87,7 @@ class SamplingParams:
     Stored values are normalised: greedy (temperature < 1e-6) becomes temperature 1 with top_k 1, top_k -1 becomes
     TOP_K_ALL, stop and stop_regex become tuples, logit_bias pairs (id, bias) in order of id.
     The fields behind `structural_tag` come from other arguments of a call.
-    Errors: InvalidRequestError, UnknownParameterError, UnsupportedFeatureError.
-    """
+    Errors: InvalidRequestError, UnknownParameterError, UnsupportedFeatureError."""
 
     max_new_tokens: int | None = declare(
         128, "integer", "length", "Most tokens to draw; None: as many as the context has room for.", Range(0),

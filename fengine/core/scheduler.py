@@ -16,8 +16,7 @@ A *lockstep* row (`is_lockstep`) sits out while its token is pending: what chang
 
 **Sharing within a step.** On the device every layer writes the KV of all rows before any row attends. So prompt pages
 go into the prefix cache when they are scheduled, and another request may hit them in the same step. Such a chunk is
-never taken out of its step again: only decoding rows are, and those put pages into the cache when they leave.
-"""
+never taken out of its step again: only decoding rows are, and those put pages into the cache when they leave."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -196,8 +195,7 @@ class Scheduler:
         arrivals, which are preempted. False: `request` sits this step out.
 
         That is when it is the latest itself, or when rows are draining, whose pages come back at the next update. The
-        earliest running request is never preempted, so it always gets on.
-        """
+        earliest running request is never preempted, so it always gets on."""
         if self.pool.windowed and self._rows.leave_behind(request):
             self._admission.blocked = False
         while self.pool.room < pages:

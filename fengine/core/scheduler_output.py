@@ -30,8 +30,7 @@ class SchedulerOutput:
 
     Steps are executed in order, each once. Slots in `released` end before `new_rows` begin: requests that were
     admitted, or admitted again after a preemption, each as `Request.as_told`. `requests` are those of the rows, the
-    scheduler's own, which stay in its process. The methods are for the scheduler. Modifies: itself, its requests.
-    """
+    scheduler's own, which stay in its process. The methods are for the scheduler. Modifies: itself, its requests."""
 
     step: int  # counts from 0
     rows: list[int] = field(default_factory=list)

@@ -3,8 +3,7 @@
 Each slot of each page holds H(weights, adapter, all tokens up to its position). A step writes the slots of all its rows
 first, as a layer does; then every slot that a row can see, through a page table kept up from `SchedulerOutput` alone,
 must hold the hash of that request's own prefix. So a wrong page, slot, length, stale hit, eviction, preemption, feed or
-adapter fails in the step where it happens. No torch.
-"""
+adapter fails in the step where it happens. No torch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

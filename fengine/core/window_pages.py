@@ -8,8 +8,7 @@ others: `unsee` says which it leaves behind. A window page that nobody sees is f
 its page: then it is given up as soon as one is needed, the one longest idle first. Its page stays in the cache, and no
 hit ends where a window page is lacking: see `usable`.
 
-Steps in flight still read what later steps overwrite: they run in the order in which they were planned.
-"""
+Steps in flight still read what later steps overwrite: they run in the order in which they were planned."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

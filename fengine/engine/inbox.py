@@ -14,8 +14,7 @@
     release_memory, resume_memory tags, everything                          see `Memory`
     start_profile, stop_profile                                             see `Profile`
 
-Those with * are also executed inside of a step, for a logit processor that asks.
-"""
+Those with * are also executed inside of a step, for a logit processor that asks."""
 
 import os
 import queue

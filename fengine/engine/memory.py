@@ -5,8 +5,7 @@
     cuda_graph   captured graphs; on a CPU there are none
 
 Graphs hold addresses, so whatever is released they go too, and are captured again as soon as everything is back.
-Compiled code stays. While anything is released requests are refused, and so are weights that nobody has given back.
-"""
+Compiled code stays. While anything is released requests are refused, and so are weights that nobody has given back."""
 
 import ctypes
 import gc

@@ -21,8 +21,7 @@ class OutputProcessor:
     rest is for the loop, or for who comes after its end. Stop strings and patterns are found in the text and end a
     request through `abort`, which is thread-safe; tokens drawn meanwhile are not shown. Whatever fails over a text, a
     reader's event loop that is gone included, belongs to one request: that one ends, the thread goes on.
-    Modifies: itself, the scheduler, the states.
-    """
+    Modifies: itself, the scheduler, the states."""
 
     def __init__(
         self, scheduler: Scheduler, abort: Callable[[Sequence[RequestState]], None], system: Threads = REAL

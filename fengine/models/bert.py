@@ -3,8 +3,7 @@ that stand behind attention and MLP, no rotary embedding; the head of a classifi
 
 Names are those of decoders. The norm behind a layer is the one in front of the next: so a layer is
 
-    x = mlp_norm(x + attention(x));  x = next_norm(x + mlp(x))
-"""
+    x = mlp_norm(x + attention(x));  x = next_norm(x + mlp(x))"""
 
 import re
 from collections.abc import Mapping

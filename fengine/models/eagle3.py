@@ -4,8 +4,7 @@
     stream  = fused + attention(norm(embed), norm(fused) side by side);  stream += mlp(norm(stream))
     logits  = head(norm(stream)), over a part of the vocabulary;  the next guess goes on from `stream`
 
-Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of LLMs via Training-Time Test".
-"""
+Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of LLMs via Training-Time Test"."""
 
 from typing import Any
 

@@ -5,8 +5,7 @@ page, target of padding writes) · S slots per page · N page-table width · L l
 G kv heads · K head width · V vocabulary. Of LoRA: A tokens with an adapter · S slots of adapters. Where windowed layers
 have pages of their own: U tokens, as T · Y page-table width, as N.
 
-What a step may overwrite: see `worker/README.md`.
-"""
+What a step may overwrite: see `worker/README.md`."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -4,8 +4,7 @@
     per layer:  hidden += attention(rms_norm(hidden));  hidden += down(silu(gate) * up) of rms_norm(hidden)
     logits = unembed(rms_norm(hidden))
 
-Norm weights and biases carry the activations' dtype (float32 on the CPU, the model's on CUDA); matrices keep theirs.
-"""
+Norm weights and biases carry the activations' dtype (float32 on the CPU, the model's on CUDA); matrices keep theirs."""
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, TRAINING

@@ -84,8 +84,7 @@ def decoder_spec(config: Config, **switches: Any) -> ModelSpec:
 
     Keys that are absent take transformers' default where it has one for every checkpoint (rms_norm_eps 1e-6, head_dim
     hidden_size / heads, untied embeddings, no biases); sizes have none. Errors: ModelLoadError with every bad field;
-    UnsupportedArchitectureError for a feature that is not built.
-    """
+    UnsupportedArchitectureError for a feature that is not built."""
     refuse_activation(config, *switches.pop("activation", ("hidden_act", SILU)))
     read = ConfigReader(config)
     hidden, heads, kv_heads, head_dim = _heads(read)

@@ -2,8 +2,7 @@
 
     patches -> layers -> norm -> the patches of a square as one -> linear -> embeddings of a tile
 
-In the prompt each tile stands behind a token that says which one it is.
-"""
+In the prompt each tile stands behind a token that says which one it is."""
 
 import re
 from functools import lru_cache

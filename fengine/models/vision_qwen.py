@@ -2,8 +2,7 @@
 
 In Qwen2.5 most blocks look within windows only, and norms have no mean. In Qwen3 a learned table of positions is added,
 stretched over the image, and what comes out of some blocks is added behind the decoder's first layers. In the decoder a
-token of an image stands at its own row and column.
-"""
+token of an image stands at its own row and column."""
 
 from collections.abc import Sequence
 from functools import partial

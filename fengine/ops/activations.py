@@ -5,8 +5,7 @@ u)) with u = sqrt(2 / pi) (x + 0.044715 x^3). The activation is rounded, then th
 which may go to e4m3 from there, with the bits that `e4m3.rows` gives.
 
 y = cap * tanh(x / cap) of logits, with tanh(z) = 1 - 2 / (exp(2 z) + 1), so that an element's bits do not depend on
-where it stands: a library's vector and scalar forms may differ.
-"""
+where it stands: a library's vector and scalar forms may differ."""
 # pyright: reportInvalidTypeForm=false
 
 from functools import partial

@@ -2,8 +2,7 @@
 
 The first start on a machine compiles some fifty kernels, each when it is first launched. Inside `compiling` a thread's
 launches only ask for their kernels: other threads compile what was asked for, and nothing runs. What an op returns
-meanwhile is what its memory happened to hold, so nothing but our own kernels may take it for an index.
-"""
+meanwhile is what its memory happened to hold, so nothing but our own kernels may take it for an index."""
 
 import os
 import threading

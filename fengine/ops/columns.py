@@ -2,8 +2,7 @@
 
 Each output stays one sum over all of K, so the reduction tree, and every bit, is that of one device, however many ranks
 there are; a product cut along K and added over the ranks would have another tree. The residual stream and the logits
-are whole on every rank; heads and the inside of the MLP are cut. `gather` moves bits and computes nothing.
-"""
+are whole on every rank; heads and the inside of the MLP are cut. `gather` moves bits and computes nothing."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,7 @@ whatever instructions they are made of. With $CC set they are compiled for this 
 
 A built library is a file `<name>-<key>-<digest>.so`: `key` covers sources, flags, compiler version and CPU; `digest` is
 the SHA-256 of the file itself, so a truncated or altered file is found before it is loaded, and is built again. Files
-appear by one atomic rename: any number of processes may build at once.
-"""
+appear by one atomic rename: any number of processes may build at once."""
 
 import ctypes
 import hashlib

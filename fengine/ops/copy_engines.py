@@ -5,8 +5,7 @@ product. Rows go in chunks: while one is multiplied the next one travels, and no
 to a rank is followed by that of the number of the dock's use, to a flag; a rank's own columns of an operand go into its
 own dock beside these. A use begins when every rank has told that it has read what the use before brought.
 
-A wait ends with what it is for or with `stop`, as in exchange.py.
-"""
+A wait ends with what it is for or with `stop`, as in exchange.py."""
 # pyright: reportInvalidTypeForm=false
 
 import ctypes

@@ -5,8 +5,7 @@
     scale = top / 448        q = e4m3(x * (448 / top)), nearest even
 
 Codes are bytes on CUDA; on the CPU they are the numbers themselves, in float32. An op whose result only such a product
-reads writes it so at once (`activations.silu_mul`, `rms_norm.add_rms_norm`), with the bits that `rows` gives.
-"""
+reads writes it so at once (`activations.silu_mul`, `rms_norm.add_rms_norm`), with the bits that `rows` gives."""
 
 from typing import NamedTuple
 

@@ -13,8 +13,7 @@ for `draw` takes that as a fault of the row. A logit that is not finite stays as
 banned stays banned. No reduction.
 
     apply_bitmask   the logit of id v in row row_M[k] becomes -BAN where bit v % 32 of mask_MW[k, v // 32] is not set:
-                    what a grammar allows next. One that is not finite stays, rows that row_M does not name too
-"""
+                    what a grammar allows next. One that is not finite stays, rows that row_M does not name too"""
 # pyright: reportInvalidTypeForm=false
 
 import torch

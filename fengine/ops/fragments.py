@@ -7,8 +7,7 @@ bits of fp4's words are then moved to where few steps make bfloat16s of them: se
 
 Scales: int32 [blocks, words]. int4: for each group 64 words, the float32 scale with the zero in its low byte (scales
 have 11 bits, so these are free), rows with row3 = 0 first. fp4: for each chunk 32 words, exponents + 126 in bytes, at
-16 row3 + 8 k5. Experts follow each other; the rows of gate and up alternate in eights, so that a thread holds both.
-"""
+16 row3 + 8 k5. Experts follow each other; the rows of gate and up alternate in eights, so that a thread holds both."""
 # pyright: reportInvalidTypeForm=false
 
 from typing import NamedTuple

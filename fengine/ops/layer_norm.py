@@ -2,8 +2,7 @@
 behind the weight, in one tensor of 2D values.
 
 Reduction trees: the row's sum, then the sum of squares of what the mean leaves; one row is one program, whose block is
-the next power of two of D and whose number of warps follows from D alone, so each has one fixed thread layout.
-"""
+the next power of two of D and whose number of warps follows from D alone, so each has one fixed thread layout."""
 
 import torch
 from torch import Tensor

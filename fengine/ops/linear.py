@@ -9,8 +9,7 @@ Schedules (linear_launch.py): our kernel under a table of tile shapes, its speci
 (linear_hopper.py), and the library (cuBLAS), which computes the same tree for many sizes.
 
 Packed weights: CUDA keeps w_NK as stored. The CPU wants blocks of 32 outputs side by side (its lanes run over n):
-`[ceil(N/32), K, 32]`, zero padded.
-"""
+`[ceil(N/32), K, 32]`, zero padded."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -143,8 +142,7 @@ def linear(
 
     CPU: x float32, weights and bias float32, bfloat16 or float16. CUDA: weights in x's dtype. `adapters`: the tokens
     with LoRA adapters, which an adapted leaf adds. With `exact` False any library may take any order of summation, and
-    a row's bits may depend on the other rows. Only a leaf with an `x_group` takes rows in e4m3.
-    """
+    a row's bits may depend on the other rows. Only a leaf with an `x_group` takes rows in e4m3."""
     return w.linear(x_TK, bias_N, adapters, out_dtype, exact)
 
 

@@ -3,8 +3,7 @@ memory, groups of four warps multiply 64 rows each. A program stays and takes ti
 next tile, and the other group's products, run under the end of one.
 
 The same tree as linear.py's (left to right over K), hence the same bits; used where that was proved. The gated form
-never writes the 2N columns of its sums to memory. After CUTLASS's persistent cooperative kernels.
-"""
+never writes the 2N columns of its sums to memory. After CUTLASS's persistent cooperative kernels."""
 # pyright: reportInvalidTypeForm=false
 
 import torch

@@ -10,8 +10,7 @@ rows decode in registers inside the product's own order over K, where that was p
 proof.py); more rows decode the matrix to scratch and take linear.py's proved schedules. On the CPU see cpu_quantized.c.
 
 Packed on CUDA: the codes of two columns in a byte, the even one low, or one in a byte: [N, bytes of K]; scale and zero
-[G, N]. On the CPU 32 outputs side by side, their 4-bit codes in eights of columns: see `on_cpu`.
-"""
+[G, N]. On the CPU 32 outputs side by side, their 4-bit codes in eights of columns: see `on_cpu`."""
 
 import itertools
 from typing import Any, NamedTuple

@@ -7,8 +7,7 @@ and decode while their products run; many take wgmma, with the weights as its 64
 
 The same tree as linear.py's, of weights rounded as quantized.py says: int4 by an exact product with the scale's last
 bits and one fused multiply-add, fp4 by one exact product. Used where that was proved. A tile is of one matrix, or of
-one of many experts as in experts_hopper.py.
-"""
+one of many experts as in experts_hopper.py."""
 # pyright: reportInvalidTypeForm=false
 
 from typing import NamedTuple

@@ -2,8 +2,7 @@
 
 Triton exists on Linux only. Where it is missing, `jit` leaves a kernel as a plain function that nobody calls: every op
 still imports, and runs on the CPU. Gluon, the language of the kernels for NVIDIA Hopper, comes with Triton and is
-experimental: where it is missing or has changed, TensorDescriptor is None, and each op's `usable` says no.
-"""
+experimental: where it is missing or has changed, TensorDescriptor is None, and each op's `usable` says no."""
 # pyright: reportInvalidTypeForm=false
 
 from collections.abc import Callable

@@ -7,8 +7,7 @@ before it is added, with the bits that `rms_norm` gives. Without a weight the su
 is in e4m3, with the bits that `e4m3.rows` gives of it.
 
 Reduction tree: one row is one program, whose block is the next power of two of D and whose number of warps follows from
-D alone, so the sum over a row has one fixed thread layout for every T.
-"""
+D alone, so the sum over a row has one fixed thread layout for every T."""
 
 from typing import Any
 

@@ -6,8 +6,7 @@ Rotate-half form: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) over the two ha
 table, one rounding to x's dtype. The norm (Qwen3) is `rms_norm` over one head, with its two roundings.
 
 Reduction trees: the product's is linear.py's; the norm reduces over the K values of one head, in a thread layout fixed
-by K.
-"""
+by K."""
 
 from typing import Any
 

@@ -38,8 +38,7 @@ class ChatOptions:
 
     `forced`: the output must be a call of one of these, and nothing else. `legacy`: the body has OpenAI's older
     `functions`. `separate_reasoning`: thoughts are told apart from the content. `continue_final`: the last message is
-    the beginning of the answer.
-    """
+    the beginning of the answer."""
 
     messages: Any
     tools: list[dict[str, Any]] | None

@@ -32,8 +32,7 @@ class ServerConfig:
     `status_seconds`: between two lines of the log, while there is work. `sampling_defaults`: what holds where a body
     gives nothing, "model" those of generation_config.json, "openai" OpenAI's. A row is one sample of one prompt. All
     streams together send about `chunks_per_second`, and each one at least 4: where tokens come faster, several travel
-    in a chunk; .inf: never.
-    """
+    in a chunk; .inf: never."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -76,8 +76,7 @@ class OpenAIRequest:
     `given`: every field of the body, or its default; `logprobs` is how many alternatives of each token (None: no
     logprobs), `stream_options` holds all of its fields, and bad_words join the logit_bias once they are tokenized.
     `arguments`: fields of `GenerateReqInput` beside the chat, which is in `chat`. `words`: engine's word -> the field
-    of the body that it came from.
-    """
+    of the body that it came from."""
 
     given: dict[str, Any]
     arguments: dict[str, Any]

@@ -9,8 +9,7 @@ kimi      <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|
 minimax   <minimax:tool_call><invoke name="…"><parameter name="key">value</parameter></invoke></minimax:tool_call>
 llama     {"name": …, "parameters": {…}} and nothing else, several with ; between them (Llama 3.1 and 3.2)
 pythonic  [name(key="value", n=3), …] and nothing else (Llama 3.2, Llama 4, Gemma 3); LFM2's stand in markers
-harmony   <|channel|>commentary to=functions.name<|message|>{…}<|call|> (gpt-oss); read by `output_parser`
-"""
+harmony   <|channel|>commentary to=functions.name<|message|>{…}<|call|> (gpt-oss); read by `output_parser`"""
 
 import ast
 import json

@@ -3,8 +3,7 @@
 llguidance refuses the schema keywords that it does not hold, builds its automata as far as texts reach them, under
 limits that are counts rather than seconds, and lets go of the GIL (Moskal et al., github.com/guidance-ai/llguidance).
 What these limits do not cover ends a child process (`tokenizer/trial.py`) and its own request: a catastrophic pattern
-neither stalls the loop, nor keeps other grammars waiting, nor eats the memory.
-"""
+neither stalls the loop, nor keeps other grammars waiting, nor eats the memory."""
 
 import os
 import threading
@@ -132,8 +131,7 @@ def to_lark(source: Source, whitespace: Whitespace) -> str:
     - gbnf_to_lark reads neither '…' nor \\/, fails on \\u0000, and lets a lexer take the longest match, so that
       ("ab" | "abc") "c" never is abcc;
     - its patterns take \\w, \\d and (?i:k) as Unicode and \\s as others do: what one reader of the output refuses;
-    - StructTag lets free text hold a trigger, and knows the old form alone.
-    """
+    - StructTag lets free text hold a trigger, and knows the old form alone."""
     kind, text = source
     if kind == "regex":
         return f"text: /{regex.explicit(text, 'regex')}/"

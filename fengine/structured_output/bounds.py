@@ -3,8 +3,7 @@
 - Between a whole number and a fraction behind it, 9 < x <= 9.99, it lets the 9 through: such a 9 becomes the next
   number of 15 digits.
 - It reads numbers as floats, and where integers are asked for as integers of 64 bits: a bound that these cannot hold is
-  refused, if they would let more through, and so is a const that would be another one. No torch.
-"""
+  refused, if they would let more through, and so is a const that would be another one. No torch."""
 
 import math
 from collections.abc import Iterable

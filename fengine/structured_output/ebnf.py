@@ -1,8 +1,7 @@
 """EBNF as SGLang's users write it (GBNF: `root ::= "a" rule | [0-9]+`) -> the matcher's words. No torch.
 
 Literals "…" or '…', classes [a-z] [^a-z] and `.`, groups, `|`, `* + ? {m} {m,} {m,n}`, comments with #; `root` is what
-the output is. Lookahead and other extensions are refused.
-"""
+the output is. Lookahead and other extensions are refused."""
 
 import re
 from collections.abc import Callable, Iterator

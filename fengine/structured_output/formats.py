@@ -2,8 +2,7 @@
 
 The matcher takes 29 February of any year, second 60 at any minute, host names of any length and any `xn--` label; most
 other formats it does not know. A pattern lets only texts of its format through, if not always all of them. A format
-that JSON Schema does not know is an annotation.
-"""
+that JSON Schema does not know is an annotation."""
 
 import difflib
 import logging

@@ -4,8 +4,7 @@
 
 With overlap, step n + 1 is launched before the tokens of step n are known. When they are, the matchers of its rows
 begin in a thread, while its forward pass runs and the host goes on; only its draw waits for them. All but the matchers
-needs the GIL, so it is done where the loop is. No torch.
-"""
+needs the GIL, so it is done where the loop is. No torch."""
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy

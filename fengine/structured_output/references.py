@@ -3,8 +3,7 @@
 {"properties": {"next": {"$ref": "#"}}, "required": ["next"]}    no finite text satisfies it: it is refused
 
 Behind a word that JSON Schema does not know, such as OpenAPI's `components`, a schema is looked for only where a `$ref`
-leads there; it is then moved to `$defs`. No torch.
-"""
+leads there; it is then moved to `$defs`. No torch."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,7 @@ What no automaton can do (back-references, look-around, …) and anchors other t
 an output matches here `re.fullmatch` matches, too, with or without re.ASCII.
 
 Character classes have two readings: `\\d`, `\\w`, `\\s` and `.` mean more in Python (Unicode) than in ASCII, and other
-things in JavaScript. What is allowed here is what all readings allow, so whoever checks an output finds it right.
-"""
+things in JavaScript. What is allowed here is what all readings allow, so whoever checks an output finds it right."""
 
 import re
 from functools import cache

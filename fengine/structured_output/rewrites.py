@@ -2,8 +2,7 @@
 
 Each function of RULES changes one object of a schema into an equivalent one and says why it is there. What has no
 equivalent is left, and is then refused by name. Where a format is held by a pattern, the pattern lets only texts of the
-format through, if not always all of them. No torch.
-"""
+format through, if not always all of them. No torch."""
 
 import re
 from collections.abc import Callable

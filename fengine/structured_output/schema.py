@@ -6,8 +6,7 @@ what the matcher reads in another way than a validator does is rewritten or refu
 - patterns are written out (`regex.py`): `\\d`, `\\w` and `.` mean what both Python and JavaScript read;
 - a date exists: 29 February in leap years only, and no year 0;
 - with `properties` and no word about other ones an object has no others, as SGLang has it. Where allOf puts objects
-  together, that would contradict itself: there, others stay allowed.
-"""
+  together, that would contradict itself: there, others stay allowed."""
 
 import json
 from typing import Any, NamedTuple

@@ -5,8 +5,7 @@
         {"begin": "<f=add>", "content": {"type": "json_schema", "json_schema": {…}}, "end": "</f>"}]}}
 
 The second form also puts together tags, sequences, choices, fixed texts, regular expressions and lists of tags. A tag
-begins with one of the triggers; behind the trigger stands the rest of its `begin`, its content, and its `end`.
-"""
+begins with one of the triggers; behind the trigger stands the rest of its `begin`, its content, and its `end`."""
 
 import re
 from collections.abc import Callable

@@ -2,8 +2,7 @@
 
 A template comes from a checkpoint, so it is untrusted code: it is rendered in a bounded process (`templates.py`), and
 whatever goes wrong in it is a `ChatTemplateError` of this request alone. Rendered text equals that of transformers'
-`apply_chat_template`.
-"""
+`apply_chat_template`."""
 
 import atexit
 import logging
@@ -179,8 +178,7 @@ def encode_chat(
 
     Equals transformers' `apply_chat_template(tokenize=True)` for contents without special-token text.
     Errors: as `apply_chat_template`; InvalidRequestError if a content holds special-token text and this template
-    or tokenizer leaves no exact way to keep it text.
-    """
+    or tokenizer leaves no exact way to keep it text."""
     checked, extra = check_messages(messages), plain_values(values)
     text = tokenizer.check_text(_render(tokenizer, checked, extra, add_generation_prompt), "chat")
     special = tokenizer.special_text

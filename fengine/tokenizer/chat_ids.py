@@ -2,8 +2,7 @@
 
 Tokenizing is: cut the text at added tokens, then tokenize each piece on its own. Here a cut is not made where the
 special token's text came from a message's content. Marks (two characters that occur nowhere else) are put around such
-text before the template runs, and show where it ended up; a template that changes them is refused, not trusted.
-"""
+text before the template runs, and show where it ended up; a template that changes them is refused, not trusted."""
 
 import copy
 import re

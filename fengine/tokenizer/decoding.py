@@ -4,8 +4,7 @@ The library's decoder is asked for each token once, behind another one and alone
 refused by name:
 - bytes: ByteLevel (GPT-2, Llama 3, Qwen). A token is some bytes.
 - pieces: Replace, ByteFallback, Fuse, Strip (Llama 2, Gemma), Metaspace (SentencePiece), WordPiece (BERT), or no
-  decoder. A token is text, or one byte of a run of byte tokens.
-"""
+  decoder. A token is text, or one byte of a run of byte tokens."""
 
 import json
 import re

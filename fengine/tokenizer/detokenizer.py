@@ -2,8 +2,7 @@
 
 Held back is only what may still change: an incomplete UTF-8 character; a run of byte tokens until it ends, for the
 library turns the whole run into U+FFFD if one byte of it is wrong; and text that may begin a stop string.
-Cost per token: one dict look-up and a few string operations, independent of the length of the output.
-"""
+Cost per token: one dict look-up and a few string operations, independent of the length of the output."""
 
 import copy
 from codecs import utf_8_decode
@@ -105,8 +104,7 @@ class Detokenizer:
     so far (without an incomplete character at its end) holds one: strings before patterns, of several strings the one
     that ends first, of those the longest, of several patterns the first given. The text is cut before a string, but not
     with `no_stop_trim` and not for a pattern: then it is that of all tokens up to the match. Grouping of tokens in
-    pushes changes neither text nor match.
-    """
+    pushes changes neither text nor match."""
 
     __slots__ = ("_held", "_longest", "_search", "_stops", "_text", "_trim", "matched", "matched_tokens", "num_tokens")
 

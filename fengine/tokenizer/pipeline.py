@@ -4,8 +4,7 @@ A plain `tokenizer.json` is loaded by the tokenizers library alone. Where transf
 its own, or adds tokens that only tokenizer_config.json declares, transformers builds the pipeline; it is imported only
 then.
 
-Files are untrusted. One whose features can hang the library or fill the memory is tried in a child process first.
-"""
+Files are untrusted. One whose features can hang the library or fill the memory is tried in a child process first."""
 
 import json
 import re

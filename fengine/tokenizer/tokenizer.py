@@ -45,8 +45,7 @@ class Tokenizer:
         config.json and generation_config.json the end-of-sequence ids and the context length.
 
         `max_chars` defaults to 8 characters per token of context, plus some.
-        Errors: ModelLoadError (missing, corrupt, SentencePiece only), UnsupportedFeatureError (unknown decoder).
-        """
+        Errors: ModelLoadError (missing, corrupt, SentencePiece only), UnsupportedFeatureError (unknown decoder)."""
         files = read_files(Path(path))
         backend, special = load_pipeline(files)
         ids = {name: backend.token_to_id(token) for name, token in special.items()}

@@ -5,8 +5,7 @@
 No limit of a library covers every step: 800 patternProperties of 27 kB take a grammar compiler minutes, a split pattern
 can take a tokenizer an hour, a chat template of 30 characters fills the memory. The kernel ends the child after so many
 seconds of work, or where its memory ends. A child starts with the first question, and after another one has ended. No
-torch.
-"""
+torch."""
 
 import json
 import os

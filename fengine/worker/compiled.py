@@ -2,8 +2,7 @@
 
 What is left for the compiler between our ops, which are opaque to it, is elementwise: with a rounding to the tensors'
 dtype behind each operation its bits are those of the eager layer. Nothing but the sizes of a step differs between two
-calls of a compiled layer: so it checks nothing when it is called, and no request makes anything compile.
-"""
+calls of a compiled layer: so it checks nothing when it is called, and no request makes anything compile."""
 
 from collections.abc import Callable
 from typing import Any

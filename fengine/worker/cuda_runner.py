@@ -43,8 +43,7 @@ class CudaRunner:
 
     Copies run on streams of their own: the input of a step comes in, and the draws of the one before go out, while
     another step runs. Static buffers: inputs and outputs, two of each on the host (pinned) and on the device, and the
-    device's `last_token_R` and `hidden_TD`. Modifies: these buffers.
-    """
+    device's `last_token_R` and `hidden_TD`. Modifies: these buffers."""
 
     def __init__(
         self, params: Params, forward: ForwardFn, unembed: UnembedFn, stages: tuple[LogitsStage, ...], *, rows: int,

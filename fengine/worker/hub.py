@@ -30,8 +30,7 @@ def resolve_model(
     Only safetensors, JSON and tokenizer text files are fetched, into huggingface_hub's cache (or the one at
     `cache_dir`), which also shows progress, resumes, and honours HF_HUB_OFFLINE, HF_HOME and HF_TOKEN. `weights=False`
     leaves the weights out.
-    Errors: ModelLoadError, UnsupportedFormatError, ConfigError (a revision of something that has none).
-    """
+    Errors: ModelLoadError, UnsupportedFormatError, ConfigError (a revision of something that has none)."""
     directory = PACKAGED.get(path) or Path(path).expanduser()
     if path and directory.is_dir():
         if revision is not None:

@@ -2,8 +2,7 @@
 
 Row tables are indexed by row slot and change only when a request is admitted or gets a page; a step gathers the rows it
 needs. Everything is numpy, so the cost per row is a few array operations, not Python. Only steps of rows that want more
-than a drawn token look further: at stages, and in `extras`.
-"""
+than a drawn token look further: at stages, and in `extras`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

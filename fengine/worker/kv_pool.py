@@ -60,8 +60,7 @@ def pool_size(
 
     Windowed layers get what all rows need at once and a share for cached prefixes, but no more than full layers. If
     there are no full ones, rows are bound by what windows hold: there are more page ids than pages.
-    Errors: OutOfMemoryError naming the knobs.
-    """
+    Errors: OutOfMemoryError naming the knobs."""
     page_size = config.cache.page_size or 16
     most = rows * (-(-context // page_size))  # more could never be used at once
     windows, asked = windows_of(config, spec, context, beside), config.cache.max_total_tokens

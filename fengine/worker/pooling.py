@@ -4,8 +4,7 @@
 
 sentence-transformers describes it by `modules.json` (a list of modules, each with a folder) and the modules'
 `config.json`. A checkpoint without them is pooled as SGLang does: the last token, normalised. What is done to a text
-before it is tokenized stands in `sentence_bert_config.json` and `config_sentence_transformers.json`.
-"""
+before it is tokenized stands in `sentence_bert_config.json` and `config_sentence_transformers.json`."""
 
 import json
 from dataclasses import dataclass

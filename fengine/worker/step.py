@@ -4,8 +4,7 @@
 
 `CpuRunner` runs them in the calling thread. On CUDA (`cuda_runner.py`) each is a captured graph; between them the host
 computes the masks of grammars, if there are any. A launch does not wait for the device: its `Result` does. A runner
-never touches requests; the loop never touches tensors.
-"""
+never touches requests; the loop never touches tensors."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -69,8 +68,7 @@ def sample(logits_RV: Tensor, tensors: Tensors, stages: Sequence[LogitsStage] = 
 
     The noise is counter-based, keyed by (request seed, position, vocabulary id), so a draw depends on its own row only.
     Modifies: logits_RV and the stages' tables, where there are stages.
-    Source: Gumbel 1954 (the max trick); Salmon et al. 2011 (Philox).
-    """
+    Source: Gumbel 1954 (the max trick); Salmon et al. 2011 (Philox)."""
     for stage in stages:
         logits_RV = stage.apply(logits_RV, tensors)
     token_R, logprob_R = draw(logits_RV, *(tensors[name] for name in DRAW))

@@ -24,8 +24,7 @@ class StepInput:
     `arrays` by field; those of adapters and stages only where there is something. `stages` edit this step's logits.
     `drafts` are those of the rows behind the step's own. `chunks`, each a `Chunk`, are rows that draw and want more
     than a token; `prompts` are `PromptRows`. `top`: likeliest ids wanted of every draw; None: the draws' own logprobs
-    are all. `hidden_H`: tokens whose hidden states are wanted.
-    """
+    are all. `hidden_H`: tokens whose hidden states are wanted."""
 
     arrays: Arrays
     slot_R: np.ndarray  # int32, the row slot of each draw

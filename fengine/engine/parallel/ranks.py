@@ -4,8 +4,7 @@
     other ranks             SchedulerOutput, as a line of JSON -> their part of the step; the draws come from rank 0
 
 Only rank 0 knows requests, texts and grammars. A rank (`follower.py`) answers each step with a checksum of what it
-computed from; one that differs, dies, or gives no sign of life ends the engine with one error.
-"""
+computed from; one that differs, dies, or gives no sign of life ends the engine with one error."""
 
 import tempfile
 import threading

@@ -4,8 +4,7 @@
     a replica        ids -> scheduler -> steps -> tokens, logprobs        (`api/replica.py`: an engine of one)
 
 A request's seed is resolved before it is routed (`routing.py`), so where it goes changes no bit. A replica that dies
-fails its requests by name; the others go on.
-"""
+fails its requests by name; the others go on."""
 
 import threading
 import time

@@ -3,8 +3,7 @@
     "model.layers.3.self_attn.k_proj.weight"  ->  rows [q, q + kv) of params["layers"][3]["wqkv"]
 
 Reads and writes go through views of the leaf's storage, so nothing is allocated on the device and every address stays:
-compiled code and captured graphs remain valid.
-"""
+compiled code and captured graphs remain valid."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

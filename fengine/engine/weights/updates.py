@@ -4,8 +4,7 @@
 
 A change is all or nothing, and happens between two steps. What the old weights computed is forgotten: the prefix cache
 is emptied, and requests that run go back to the queue and are computed again from their tokens, so they go on as the
-new weights would from there. Between `begin` and `end` changes are collected in CPU memory and take effect together.
-"""
+new weights would from there. Between `begin` and `end` changes are collected in CPU memory and take effect together."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,7 @@
 Recorded values are taken literally: no interpolation, no group, nothing of today's YAML files. Changes are written as
 on the command line, one key each. Hydra's launchers (joblib, submitit, Ray) compose a point again where it runs, from
 its overrides, so that a value crosses no process but words, a folder and an exit code. Of a launcher's own config only
-values are taken; its class is the one in `LAUNCHERS`.
-"""
+values are taken; its class is the one in `LAUNCHERS`."""
 
 import re
 import sys

@@ -232,8 +232,7 @@ def evaluate(
     folder, a new one below runs/ if None: the same call goes on where it was interrupted. The manifest has the SHA-256
     of the task's source. With `judge`, the keys of `task.judge`, the engine's model judges the answers. `fengine diff`
     and `report` read the folder; `verify` and `rerun` need the task, and say so.
-    Errors: FengineError and its kinds; KeyboardInterrupt.
-    """
+    Errors: FengineError and its kinds; KeyboardInterrupt."""
     config = EvalConfig(
         engine=engine.config,
         sampling=SamplingConfig(**{"temperature": 0.0} | (sampling or {})),

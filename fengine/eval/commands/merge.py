@@ -2,8 +2,7 @@
 
 The shards' journals are woven into one journal in the order of the input, and the run is finished from it as any run
 is. So the merged folder is that of the unsharded run: the same identity, the same bytes of outputs.jsonl, the same
-metrics, and it goes on (failed rows are tried again) with the unsharded command.
-"""
+metrics, and it goes on (failed rows are tried again) with the unsharded command."""
 
 import os
 import uuid

@@ -4,8 +4,7 @@ continuations as prompts that are read. No torch.
 The words of generation arguments are those of transformers' `generate`, in which lm-eval's tasks are written, beside
 fengine's own. Of a context and its continuation all but the last token is fed, at most a window of it; the last one's
 logprob is asked by its id. Continuations that differ in their last token only, single-letter choices say, share one
-read.
-"""
+read."""
 
 import json
 from collections import Counter

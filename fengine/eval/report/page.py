@@ -2,8 +2,7 @@
 else. No torch; nothing is written.
 
 A content security policy in the page lets it run this one script (by its SHA-256) and fetch nothing at all, whatever
-texts the data holds; the script itself never makes markup of them.
-"""
+texts the data holds; the script itself never makes markup of them."""
 
 import base64
 import hashlib

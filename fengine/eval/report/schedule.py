@@ -2,8 +2,7 @@
 
 A segment of a request is [kind, first step, last step, first token, tokens]; a hold is [page, pages, first step, step
 behind the last, request, prefix hit]. Times are microseconds from the session's first event. Requests are told by their
-place in a session's `requests`.
-"""
+place in a session's `requests`."""
 
 import re
 from collections.abc import Iterable, Sequence

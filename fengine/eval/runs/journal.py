@@ -11,8 +11,7 @@ MAX_LINE, so that whatever the file holds, no more than that of it is in memory;
 Lines that are appended together are one `write` without a buffer, so that the death of the process loses nothing that
 was appended; one that was torn off costs the lines that it lacks.
 `fsync` follows when `sync_seconds` have passed or `sync_rows` lines have come since the last one: that much a power
-failure can cost, and the rows are computed again. A failed write or fsync ends the writer: it is not tried again.
-"""
+failure can cost, and the rows are computed again. A failed write or fsync ends the writer: it is not tried again."""
 
 import errno
 import json

@@ -2,8 +2,7 @@
 
 A bounded window of rows is in flight, so memory does not grow with the input. A row's record holds only what belongs to
 its requests, and its seeds derive from the run's seed and the row's id, so it does not matter when it is computed, in
-which batch, or by which process of a run that was interrupted.
-"""
+which batch, or by which process of a run that was interrupted."""
 
 import asyncio
 import re

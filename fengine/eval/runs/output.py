@@ -2,8 +2,7 @@
 
 A record is the row's own columns and what came of them. It stands in `<path>.partial` as soon as all before it are
 there, and the file takes its name at the end, so `path` never holds half a run. Rows of a batch are requests to a
-server: answered by the same readers, and written in OpenAI's batch format. No torch.
-"""
+server: answered by the same readers, and written in OpenAI's batch format. No torch."""
 
 import fcntl
 import hashlib

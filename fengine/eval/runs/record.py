@@ -2,8 +2,7 @@
 
 A record holds only what belongs to the row's requests: nothing in it depends on time, order or batch. `outputs.jsonl`
 is the journal's records in input order: nothing in it tells when, where, or how often interrupted. Each file is
-complete or absent; finishing twice gives the same files.
-"""
+complete or absent; finishing twice gives the same files."""
 
 import hashlib
 import json

@@ -2,8 +2,7 @@
 
 The records are the lines of `outputs.jsonl`; before a run has ended, or for lines of it that are no records any more,
 those of the journal. A line that the journal contradicts is damage. What is damaged or missing stands in `notes`.
-Memory is 24 bytes a row; nothing is written.
-"""
+Memory is 24 bytes a row; nothing is written."""
 
 import hashlib
 import io

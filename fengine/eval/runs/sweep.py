@@ -2,8 +2,7 @@
 
 A point that fails does not stop the others. Every point is a run folder of its own that goes on where it was, so the
 same command with the same folder goes on with the whole sweep. `sweep.json`, `sweep.md` and `sweep.csv` tell of the
-points and are written again after each; they hold no times, so that the same sweep has the same files.
-"""
+points and are written again after each; they hold no times, so that the same sweep has the same files."""
 
 import csv
 import io

@@ -19,8 +19,7 @@ number of its request. The span's arguments are numbers and short texts:
     drafted    "3:7"                  of the tokens of request 3 the last 7 were guesses
     shrunk     "3:5"                  request 3 gave all but its first 5 pages back: wrong guesses had held them
     released   "4"                    requests that gave their pages back before these were handed out
-    preempted  "4"                    of these, the ones that will be computed again
-"""
+    preempted  "4"                    of these, the ones that will be computed again"""
 
 import errno
 import json

@@ -2,8 +2,7 @@
 
 Rows are taken as independent draws from the questions that could have been asked (E. Miller, "Adding Error Bars to
 Evals", arXiv 2411.00640). Sums are correctly rounded and draws come from a seeded generator of the standard library,
-so the same scores in the same order give the same bits anywhere.
-"""
+so the same scores in the same order give the same bits anywhere."""
 
 import math
 from array import array

@@ -2,8 +2,7 @@
 
 A task is a value with four pure functions. The loop that runs one asks the engine for every `Ask` of a row, hands the
 answers to `score` in the order of the asks, and journals its result; `metrics` sees the scores of all good rows, in any
-order that is the same for every run (the order of the rows).
-"""
+order that is the same for every run (the order of the rows)."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -45,8 +44,7 @@ class Ask:
     "loglikelihood": the logprobs of the tokens of `continuation` after `prompt`; two texts are encoded as the joined
         text, and the tokens that the prompt alone does not begin with are scored. `sampling` is not used.
     "rolling": the logprobs of every token of `continuation`, which is a whole document, after an empty prompt; one
-        longer than the context is scored in windows that each score their own tokens once.
-    """
+        longer than the context is scored in windows that each score their own tokens once."""
 
     prompt: str | list[int]
     sampling: dict[str, Any]
@@ -124,6 +122,5 @@ def rows_of(task: Task, shard: tuple[int, int] | None) -> Iterator[Row | BadRow]
 
     A row's record and seeds depend on the row alone, so that it does not matter which process computes it. The rule is
     stable: row r (from 0) belongs to shard r mod n. The whole input is read all the same, so that what is wrong with it
-    is found in every shard.
-    """
+    is found in every shard."""
     return task.rows() if shard is None else islice(task.rows(), shard[0], None, shard[1])
