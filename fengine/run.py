@@ -70,6 +70,12 @@ def _complete(words: Sequence[str], line: str) -> int:
 
 def _refuse(word: str) -> int:
     """Errors: ConfigError, always."""
+    if word in ("run", "generate", "complete", "infer", "predict"):
+        raise ConfigError(
+            f"no command {word!r}; a run of prompts needs none: fengine prompts=FILE.jsonl, or fengine 'TEXT'"
+        )
+    if word in ("model", "task", "sampling", "prompts", "prompt", "out", "seed"):
+        raise ConfigError(f"no command {word!r}; settings are written key=value: {word}=VALUE (fengine help {word})")
     near = get_close_matches(word, COMMANDS, 1)
     hint = f"did you mean fengine {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
     raise ConfigError(f"no command {word!r:.80}; {hint}\nfengine --help shows what can be set: key=value")

@@ -42,6 +42,15 @@ def config(*words: str):  # noqa: ANN201
         ("--frobnicate", "no option --frobnicate"),
         ("hellaswag", "task=hellaswag"),
         ('out={"a":"b"}', """quoted twice, for the shell and for fengine: out='"{"a":"b"}"'"""),
+        ("--model qwen3-8b", "settings are written key=value; write model=qwen3-8b"),
+        ("--model=Qwen/Qwen3-8B", "write model.path=Qwen/Qwen3-8B"),
+        ("model=Qwen/Qwen3-8B", "no preset; a hub id or a directory is model.path=Qwen/Qwen3-8B"),
+        ("n=4", "task.samples"),
+        ("chat.enable_thinking=false", """chat.template_kwargs='{"enable_thinking": false}'"""),
+        ("rows.jsonl", "write prompts=rows.jsonl"),
+        ("sampling.stop_token_ids=5", "sampling.stop_token_ids must be a list"),
+        ("sampling.stop=END", """sampling.stop must be a list: sampling.stop='["one","two"]'"""),
+        ("sampling.regex=a sampling.json_schema={}", "sampling: Only one of json_schema"),
         ("sampling.json_schema=@/no/such.json", "sampling.json_schema=@/no/such.json cannot be read: No such file"),
     ],
 )
@@ -49,6 +58,23 @@ def test_foreign_words_are_told_ours(words: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config(*words.split())
     assert said in str(caught.value) and len(str(caught.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize(("words", "said"), [("run", "needs none: fengine prompts="), ("model", "model=VALUE")])
+def test_settings_are_no_commands(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(words.split()) == run.USAGE and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [({"sampling": []}, "sampling must be an object"), ({"sampling_params": {}}, "its name here is sampling"),
+     ({"stop": ["a"]}, '"sampling": {"stop"')],
+)  # fmt: skip
+def test_a_row_s_wishes_are_never_ignored(row: dict[str, object], said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x"} | row))
+    task = open_task(evaluation_of(config(f"prompts={tmp_path}/a.jsonl"), ()).task, tmp_path)
+    with pytest.raises(InputFileError, match=said):
+        [task.asks(one) for one in task.rows()]  # type: ignore[arg-type]
 
 
 def test_words_of_a_server_are_known_to_it() -> None:

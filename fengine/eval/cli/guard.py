@@ -263,6 +263,8 @@ def _of_key(error: BaseException, schema: Schema | None) -> str:
     key = getattr(cause, "full_key", None)
     if schema is not None and key and isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         return unknown(key, schema.keys)
+    if key and "is not a ListConfig" in first:
+        return f"""{key} must be a list: {key}='["one","two"]', or of numbers {key}=[1,2]"""
     if isinstance(cause, MissingMandatoryValue):
         return f"{key or first}: this config leaves it open (???); set it: {key or 'key'}=VALUE"
     return _first_lines(first or type(error).__name__, key)
@@ -287,6 +289,11 @@ def _missing_option(error: MissingConfigException, schema: Schema) -> str:
         return f"no launcher {option!r}; {launchers_told(schema)}"
     if not options:
         return _short(str(error).splitlines()[0])
+    kind, _, rest = group.partition("/")
+    if kind == "model" and (rest or Path(option).exists()):
+        given = f"{rest}/{option}".lstrip("/")[:200]
+        return f"model={given} is no preset; a hub id or a directory is model.path={given}"
     near = difflib.get_close_matches(option, options, 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"no option {_short(option)!r} in group {group!r}{hint}\noptions: {', '.join(options)}"
+    told = f"no option {_short(option)!r} in group {group!r}{hint}\noptions: {', '.join(options)}"
+    return f"{told}\n{mistakes.OTHERS[group]}" if group in mistakes.OTHERS else told

@@ -30,7 +30,9 @@ WORDS = {
     **dict.fromkeys(("system", "system_prompt"), "chat.system"),
     **dict.fromkeys(("input", "input_file", "prompt", "prompt_file", "i", "p", "file"), "prompts"),
     **dict.fromkeys(("output", "output_file", "output_dir", "output_path", "o"), "out"),
-    **dict.fromkeys(("num_samples", "repeats"), "task.samples"),
+    **dict.fromkeys(
+        ("num_samples", "repeats", "n", "best_of", "num_return_sequences"), "task.samples (of fengine eval)"
+    ),
     **dict.fromkeys(("tasks", "dataset"), "task"),
     **dict.fromkeys(("guided_json", "schema", "json"), "sampling.json_schema"),
     **dict.fromkeys(("v", "verbose"), "view"),
@@ -41,6 +43,11 @@ WHOLE = {  # keys of which no part alone would tell
     "task.judge.response=answers.0.text",
     "task.score": "fengine's word for it is task.match; for a judge's score task.judge.prompt",
 }
+OTHERS = {  # group -> what is done with none of its options
+    "model": "any other: model.path=DIR, or a hub id",
+    "task": "any other: your rows by task=jsonl task.data=FILE, your task/NAME.yaml by --config-dir=DIR, lm-eval's by "
+    "fengine lm-eval",
+}
 SWITCHES = {  # of other programs -> what does the same
     "enforce_eager": "compile.cuda_graph=false",
     "disable_cuda_graph": "compile.cuda_graph=false",
@@ -49,6 +56,8 @@ SWITCHES = {  # of other programs -> what does the same
     "enable_prefix_caching": "nothing: prefixes are cached unless cache=no_prefix",
     "trust_remote_code": "nothing: code of a checkpoint is never run",
     "apply_chat_template": "chat=true",
+    "enable_thinking": """chat.template_kwargs='{"enable_thinking": false}'""",
+    "do_sample": "sampling=greedy, or sampling.temperature=1",
     "stream": "nothing: texts are shown as they grow, and a server streams where a request asks",
 }
 
@@ -95,7 +104,8 @@ def other_name(key: str, names: Sequence[str], value: str = "") -> str | None:
         return f"fengine's word for it is {SWITCHES[own]}"
     same = [ours for ours in names if ours == own or ours.rpartition(".")[2] == own]
     if found := same[0] if same else WORDS.get(own):
-        return f"fengine's word for it is {found}{given if found in names else ''}"
+        groups = {name.partition(".")[0] for name in names}
+        return f"fengine's word for it is {found}{given if {found} <= groups.union(names) else ''}"
     for told, groups in (("not built", REFUSED), ("it is not needed", HARMLESS)):
         if reason := next((why for why, group in groups.items() if own in group), None):
             return f"{told}: {reason}"
@@ -107,7 +117,10 @@ def flag(words: Sequence[str], index: int, names: Sequence[str]) -> str:
     word, sign, value = words[index].partition("=")
     if not sign and index + 1 < len(words) and not words[index + 1].startswith("-"):
         value = words[index + 1]
+    group = word.lstrip("-")
     told = other_name(word, names, value)
+    if told is None and any(name.startswith(f"{group}.") for name in names):
+        told = f"write {chosen(group, value)}"
     if told is None:
         tails = {name.rpartition(".")[2]: name for name in reversed(names)}
         near = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), tails, 1, 0.75)
@@ -115,10 +128,18 @@ def flag(words: Sequence[str], index: int, names: Sequence[str]) -> str:
     return f"no option {word:.100}; settings are written key=value; {told}"
 
 
+def chosen(group: str, value: str) -> str:
+    """How an option of a group is written, or a model that is none of ours. Pure."""
+    given = f"{group}={value or 'OPTION'}"
+    return f"model.path={value}" if group == "model" and "/" in value else given
+
+
 def unreadable(word: str, problem: str) -> str:
     """What to say of a word that Hydra's grammar does not read, whatever the library says about it. Pure."""
     key, sign, value = word.partition("=")
     first = f"cannot read the override {word}{problem}\n"
+    if not sign and Path(word).suffix in (".jsonl", ".txt", ".json", ".csv"):
+        return first + f"write prompts={word:.200}; rows with columns: fengine eval task=jsonl task.data={word:.200}"
     if not sign:
         return first + f"write key=value: a task is task={word:.100}, a model model={word:.100} or model.path=DIR"
     if not value or re.search(r"[\"']", key):

@@ -233,7 +233,8 @@ def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
     try:
         compile_patterns(SamplingParams.of(config.sampling.as_dict()).stop_regex)
     except FengineError as error:
-        problems.append(f"sampling.{error}")
+        told = str(error)
+        problems.append(f"sampling.{told}" if told.partition(" ")[0] in PARAMETERS else f"sampling: {told}")
     for name in ("max_errors", "show"):
         value = getattr(config, name)
         if value is not None and value < 0:

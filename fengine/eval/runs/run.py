@@ -32,6 +32,7 @@ from fengine.eval.runs.output import Export
 from fengine.eval.runs.record import finish, is_finished, read_metrics
 from fengine.eval.runs.sweep import figure
 from fengine.eval.runs.trace import Trace
+from fengine.eval.tasks.columns import names_columns
 from fengine.eval.tasks.kinds import open_task
 from fengine.eval.tasks.task import Task
 from fengine.eval.tasks.task_config import base_directory
@@ -150,6 +151,8 @@ class Run:
         """Computes what the table lacks, and writes the files of the end once all rows are there. Errors: as
         `Loop.run`."""
         sessions, config, begun = self.record["sessions"], self.config, time.perf_counter()
+        if config.task.prompt and config.task.images is None and not names_columns(config.task.prompt):
+            screen.warn("every row has the same prompt: task.prompt names no column, as {question} would")
         sessions.append(manifest.session(argv, now()))
         self.record["result"] = None
         self.folder.write(MANIFEST, self.record)

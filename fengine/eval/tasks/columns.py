@@ -18,7 +18,7 @@ from fengine.eval.tasks.task import BadRow, Row, Scores
 
 BATCH_ROWS = 256  # of a parquet file that are decoded at a time
 # Columns that can only be meant as sampling parameters, and their names there.
-BARE = {name: name for name, row in PARAMETERS.items() if name not in ("n", "stop", "regex", "ebnf", "custom_params")}
+BARE = {name: name for name, row in PARAMETERS.items() if name not in ("n", "regex", "ebnf", "custom_params")}
 BARE |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
@@ -32,6 +32,8 @@ def grouped(scores: Scores) -> Scores:
 def refuse_bare(row: Row) -> None:
     """A row that is a request: what it asks for outside `sampling` would be ignored. Errors: InputFileError."""
     bare = [name for name in BARE if row.data.get(name) is not None]
+    if row.data.get("sampling_params") is not None:
+        raise problem(row, "'sampling_params' is not read as a column; its name here is sampling")
     if bare:
         name, value = BARE[bare[0]], json.dumps(row.data[bare[0]])
         raise problem(row, f'{bare[0]!r} is not read as a column; write "sampling": {{"{name}": {value:.80}}}')
@@ -53,6 +55,11 @@ def column(name: str, row: Row) -> Any:
         known = ", ".join(map(repr, list(row.data)[:12]))
         raise problem(row, f"has no column {name!r}; it has {known or 'none'}")
     return value
+
+
+def names_columns(template: str) -> bool:
+    """Whether rows can have different prompts by it. Pure."""
+    return any(match[1] is not None for match in _FIELD.finditer(template))
 
 
 def filled(template: str, row: Row) -> str:

@@ -71,7 +71,10 @@ class _Task:
         if len(given) != 1:
             there = f" (it has {', '.join(map(repr, list(data)[:12])) or 'no column'})"
             what = " and ".join(given) if given else f"none of prompt, messages, input_ids{there}"
-            raise problem(row, f"holds {what}; give exactly one, or set task.prompt to a template")
+            template = "fengine eval task=jsonl task.data=FILE " if self.config.format is Format.prompts else ""
+            raise problem(
+                row, f"holds {what}; give exactly one, or a template of columns: {template}task.prompt='{{question}}'"
+            )
         return self._given(row, given[0], data[given[0]])
 
     def _given(self, row: Row, column: str, value: Any) -> str | list[int]:
@@ -148,7 +151,7 @@ class GenerateTask(_Task):
         sampling = {name: value for name, value in fixed.items() if value is not None}
         if config.format is Format.prompts and (taken := [name for name in RESULT_COLUMNS if name in row.data]):
             raise problem(row, f"column {taken[0]!r} is a name that results use; rename it")
-        asked = row.data.get("sampling") or {}
+        asked = {} if row.data.get("sampling") is None else row.data["sampling"]
         if not isinstance(asked, dict):
             raise problem(row, f"sampling must be an object, got {type(asked).__name__}")
         if config.prompt is None:
