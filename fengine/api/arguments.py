@@ -9,8 +9,19 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from fengine.core.parameter_kinds import OTHER_NAMES
+from fengine.core.sampling_params import PARAMETERS
 from fengine.errors import EngineClosedError, InvalidRequestError, OutOfMemoryError, UnknownParameterError
 
+# Names of vLLM, OpenAI and transformers -> ours, of an engine and of a call.
+WORDS = {
+    "tensor_parallel_size": "tp_size", "data_parallel_size": "dp_size", "gpu_memory_utilization": "mem_fraction_static",
+    "max_model_len": "context_length", "max_num_seqs": "max_running_requests", "block_size": "page_size",
+    "max_num_batched_tokens": "chunked_prefill_size", "enforce_eager": "disable_cuda_graph", "seed": "random_seed",
+    "tokenizer": "tokenizer_path", "adapters": "lora_paths",
+    "text": "prompt", "prompts": "prompt", "inputs": "prompt", "images": "image_data", "prompt_token_ids": "input_ids",
+    "logprobs": "return_logprob", "lora_request": "lora_path",
+}  # fmt: skip
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C")
@@ -100,7 +111,15 @@ def _explain(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def unknown(where: str, name: str, known: Iterable[str]) -> UnknownParameterError:
-    """The error for an argument that nothing has, with the nearest name that is known. Pure."""
-    near = get_close_matches(name[:80], list(known), n=1)
+    """The error for an argument that nothing has: with our word for it, or the nearest name that is known. Pure."""
+    known, drawn = list(known), {**dict.fromkeys(PARAMETERS), **OTHER_NAMES}
+    near = get_close_matches(name[:80], [*known, *drawn], n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
+    if (ours := WORDS.get(name)) in known:
+        hint = f" It is {ours!r} here."
+    elif near and near[0] in drawn:
+        given = f"{{{drawn[near[0]] or near[0]!r}: …}}"
+        hint = f" It is a sampling parameter of a call: generate(prompt, {given})."
+        if "sampling_params" in known:
+            hint = f" Sampling parameters go together: sampling_params={given}."
     return UnknownParameterError(f"{where} got an unknown argument {name!r:.80}.{hint}")

@@ -119,6 +119,10 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    def __repr__(self) -> str:
+        model = self.config.model
+        return f"Engine({str(model.path)!r}, {model.device}, KV cache of {self._parts.pool_tokens:,} tokens)"
+
     def __reduce__(self) -> Any:
         raise UnsupportedFeatureError("an Engine cannot be pickled or copied, for it owns threads; make another.")
 

@@ -56,7 +56,8 @@ def with_foreign_fields(cls: type[C]) -> type[C]:
             for name in kwargs:
                 if name not in known:
                     raise unknown("Engine()", name, known) from None
-            raise ConfigError(f"{error}; Engine needs a model_path".replace("__init__()", "Engine()")) from None
+            told = str(error).rpartition("__init__() ")[2]
+            raise ConfigError(f"Engine() {told}; it needs a model_path: Engine(model_path='box')") from None
 
     made.__init__ = checked  # type: ignore[method-assign]
     return made

@@ -137,11 +137,21 @@ CHECKS: dict[str, Callable[[str, Any, int | None], Any]] = {
 }
 
 
+# Names of OpenAI, vLLM and transformers -> ours.
+OTHER_NAMES = {
+    "seed": "sampling_seed", "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens", "min_tokens": "min_new_tokens", "best_of": "n", "num_return_sequences": "n",
+    "use_beam_search": "beam_width", "num_beams": "beam_width", "eos_token_id": "stop_token_ids", "temp": "temperature",
+    "stop_sequences": "stop", "guided_json": "json_schema", "guided_regex": "regex", "grammar": "ebnf",
+}  # fmt: skip
+
+
 def refuse(key: str, value: Any, known: Collection[str]) -> None:
     """A key that is no parameter, or is one that is not built."""
     if key not in NOT_BUILT:
         near = difflib.get_close_matches(str(key)[:80], sorted({*known, *NOT_BUILT}), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
+        hint = f" Did you mean {OTHER_NAMES[key]!r}?" if key in OTHER_NAMES else hint
         raise UnknownParameterError(f"unknown sampling parameter {key!r:.80}.{hint}")
     width = exact_int(value)
     if key == "beam_width" and width is not None and width < 1:

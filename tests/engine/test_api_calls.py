@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import logging
+import re
 import stat
 import weakref
 from pathlib import Path
@@ -123,9 +124,13 @@ def test_subclasses_whose_methods_raise_are_read_as_their_bases() -> None:
 
 def test_wrong_arguments_are_told_with_the_nearest_name() -> None:
     with checksum_engine() as engine:
+        assert re.fullmatch(r"Engine\('.*', cpu, KV cache of [\d,]+ tokens\)", repr(engine))
         for call, words in (
             (lambda: engine.generate(input_id=[1]), "unknown argument 'input_id'. Did you mean 'input_ids'"),
             (lambda: engine.generate(text="x"), "unknown argument 'text'"),
+            (lambda: engine.generate("x", temprature=0), "sampling_params={'temperature'"),
+            (lambda: engine.generate("x", logprobs=2), "It is 'return_logprob' here"),
+            (lambda: engine.generate("x", {"seed": 1}), "Did you mean 'sampling_seed'"),
             (lambda: engine.score(querry="x"), "Did you mean 'query'"),
             (lambda: engine.open_session(), "missing a required argument: 'capacity_of_str_len'"),
             (lambda: engine.close_session(1, 2), "too many positional arguments"),
