@@ -1,6 +1,6 @@
 """What must hold of every step that a scheduler plans, seen from outside: order, budgets, pages, progress."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -77,7 +77,7 @@ class Checks:
         """In place of the scheduler's. Errors: InvariantError."""
         self.asks, self.proposals, self.late = [], [], False
         rows, waiting = self.rows, self.waiting.requests()
-        ran = [*rows.prompting, *rows.decoding]
+        ran, prompting = [*rows.prompting, *rows.decoding], rows.prompting.copy()
         if self.scheduler.speculation:  # those of newcomers stay as they are
             self.records = {r: Asked(d.rest_until, d.try_from, d.gain, d.hope_from)
                             for r in ran if (d := r.drafting) is not None}  # fmt: skip
@@ -96,10 +96,7 @@ class Checks:
         if output is None:
             if not flying and not ran and waiting and not draining and not self.rows.num_running:
                 raise InvariantError(f"nothing runs, and nobody of {[r.rid for r in waiting]} is admitted")
-            kept = {
-                r for r in ran if sits and any(image.bidirectional for _, image in r.images)
-            }  # for whom there is room
-            if not waits and not draining and not victims and set(ran) - sits - kept:
+            if not waits and not draining and not victims and set(ran) - sits - self._kept(prompting, ()):
                 raise InvariantError(f"{[r.rid for r in ran]} run, and nothing is planned")
             return None
         planned = output.requests
@@ -113,7 +110,9 @@ class Checks:
         if self.scheduler.images is not None:
             self._check_images(output)
         self._check_budget(output)
-        self._check_progress(ran, sits, planned, bool(victims), sum(output.counts))
+        kept = self._kept(prompting, planned)
+        going = [request for request in ran if request not in kept]
+        self._check_progress(going, sits, planned, bool(victims), sum(output.counts))
         self._check_admitted(output, planned, [request for request in waiting if request.row is not None], alone)
         if output.drafts:
             self._check_drafts(output, planned)
@@ -189,6 +188,12 @@ class Checks:
             raise InvariantError(f"a step of {output.counts} tokens, more than {most}, or than there are rows")
         if drafts and sum(output.counts) > self.step_tokens:
             raise InvariantError(f"drafts fill a step up to {sum(output.counts)} tokens, more than {self.step_tokens}")
+
+    @staticmethod
+    def _kept(prompting: list[Request], planned: Collection[Request]) -> set[Request]:
+        """The first whose image takes a step of its own, as long as others decode beside it, and those behind it."""
+        whole = (any(image.bidirectional for _, image in r.images) and r not in planned for r in prompting)
+        return set(prompting[next((i for i, waits in enumerate(whole) if waits), len(prompting)) :])
 
     def _check_progress(
         self, ran: list[Request], sits: Set[Request], planned: list[Request], pages_lack: bool, tokens: int
