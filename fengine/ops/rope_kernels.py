@@ -14,7 +14,7 @@ from fengine.ops.linear_launch import FEW, REFERENCE, Schedule, schedules
 from fengine.ops.proof import COMPARED, proved
 from fengine.ops.registration import begin, dependent_launch, end, plain, tl, triton, wait
 
-HEADS = 8  # heads per program
+HEADS = 8  # heads per program, at most
 TOKENS, MANY = 4, 512  # tokens per program, in a step of so many tokens or more; one token with the norm, whose sum's
 #                        thread layout must not change
 
@@ -33,40 +33,43 @@ def rope_kv_write_kernel(
 ):  # fmt: skip
     """HEADS heads (of q, k and v alike) of TOKENS tokens, as two half-heads. S: slots of a page in few bits, or 0."""
     begin(PDL)
-    wait(PDL)
     i = tl.arange(0, TOKENS * HEADS)
     token = (tl.program_id(0) * TOKENS + i // HEADS).to(tl.int64)
     head = tl.program_id(1) * HEADS + i % HEADS
     d = tl.arange(0, HALF)
     here = token < T
     inside = (here & (head < H + 2 * G))[:, None] & (d < K // 2)[None, :]
+    turned = inside & (head < H + G)[:, None]
     row = qkv_ptr + (token * (H + 2 * G) * K)[:, None]
     at = head[:, None] * K + d[None, :]
+    w1 = 0.0
+    w2 = 0.0
+    if NORM:
+        is_q = inside & (head < H)[:, None]
+        is_k = inside & (head >= H)[:, None]
+        w1 = tl.load(q_norm_ptr + d[None, :], mask=is_q, other=0.0).to(tl.float32)
+        w2 = tl.load(q_norm_ptr + K // 2 + d[None, :], mask=is_q, other=0.0).to(tl.float32)
+        w1 += tl.load(k_norm_ptr + d[None, :], mask=is_k, other=0.0).to(tl.float32)
+        w2 += tl.load(k_norm_ptr + K // 2 + d[None, :], mask=is_k, other=0.0).to(tl.float32)
+    wait(PDL)
+    pos = tl.load(pos_ptr + token, mask=here, other=0).to(tl.int64)
+    slot = tl.load(slot_ptr + token, mask=here, other=0).to(tl.int64)
     raw1 = tl.load(row + at, mask=inside, other=0.0)
     raw2 = tl.load(row + at + K // 2, mask=inside, other=0.0)
+    angle = rope_ptr + (pos * K)[:, None] + d[None, :]
+    cos = tl.load(angle, mask=turned, other=0.0)
+    sin = tl.load(angle + K // 2, mask=turned, other=0.0)
     x1 = raw1.to(tl.float32)
     x2 = raw2.to(tl.float32)
     if NORM:
         dtype = qkv_ptr.dtype.element_ty
-        is_q = inside & (head < H)[:, None]
-        is_k = inside & (head >= H)[:, None]
         scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / K + eps)[:, None]
-        q1 = tl.load(q_norm_ptr + d[None, :], mask=is_q, other=0.0).to(tl.float32)
-        q2 = tl.load(q_norm_ptr + K // 2 + d[None, :], mask=is_q, other=0.0).to(tl.float32)
-        k1 = tl.load(k_norm_ptr + d[None, :], mask=is_k, other=0.0).to(tl.float32)
-        k2 = tl.load(k_norm_ptr + K // 2 + d[None, :], mask=is_k, other=0.0).to(tl.float32)
         if SHIFT == 0:
-            x1 = ((q1 + k1) * (x1 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-            x2 = ((q2 + k2) * (x2 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+            x1 = (w1 * (x1 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+            x2 = (w2 * (x2 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         else:
-            x1 = ((q1 + k1 + SHIFT) * (x1 * scale)).to(dtype).to(tl.float32)
-            x2 = ((q2 + k2 + SHIFT) * (x2 * scale)).to(dtype).to(tl.float32)
-    pos = tl.load(pos_ptr + token, mask=here, other=0).to(tl.int64)
-    slot = tl.load(slot_ptr + token, mask=here, other=0).to(tl.int64)
-    angle = rope_ptr + (pos * K)[:, None] + d[None, :]
-    turned = inside & (head < H + G)[:, None]
-    cos = tl.load(angle, mask=turned, other=0.0)
-    sin = tl.load(angle + K // 2, mask=turned, other=0.0)
+            x1 = ((w1 + SHIFT) * (x1 * scale)).to(dtype).to(tl.float32)
+            x2 = ((w2 + SHIFT) * (x2 * scale)).to(dtype).to(tl.float32)
     y1, y2 = rotated(x1, x2, cos, sin)
     out = q_ptr + (token * H * K)[:, None] + at
     mask = inside & (head < H)[:, None]
@@ -101,11 +104,12 @@ def launch(
     (size, groups), width, few = k_PSGK.shape[1:3], kv_fp8.width_of(k_PSGK), kv_fp8.is_few(k_PSGK)
     q_THK = qkv_TC.new_empty((qkv_TC.shape[0], num_heads, width))
     count = len(qkv_TC)
-    tokens = TOKENS if count >= MANY and q_norm_K is None else 1
+    tokens, half = TOKENS if count >= MANY and q_norm_K is None else 1, triton.next_power_of_2(width // 2)
+    heads = max(1, min(HEADS, 512 // half))  # what 64 threads load at once
     if count:
-        launcher(rope_kv_write_kernel, (triton.cdiv(count, tokens), triton.cdiv(num_heads + 2 * groups, HEADS)))(
+        launcher(rope_kv_write_kernel, (triton.cdiv(count, tokens), triton.cdiv(num_heads + 2 * groups, heads)))(
             qkv_TC, rope_MK, pos_T, slot_T, q_THK, k_PSGK, v_PSGK, q_norm_K, k_norm_K, eps, count, num_heads, groups,
-            width, triton.next_power_of_2(width // 2), q_norm_K is not None, HEADS, tokens, shift,
+            width, half, q_norm_K is not None, heads, tokens, shift,
             size if few else 0,
             num_warps=2 if tokens == 1 else 4, **dependent_launch(qkv_TC.device.index),
         )  # fmt: skip
