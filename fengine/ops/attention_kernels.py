@@ -4,7 +4,7 @@ Both compute the reduction tree that attention.py states; its constants come in 
 """
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.attention_tiles import fetch, find_tile, limits, powers
+from fengine.ops.attention_tiles import fetch, find_tile, limits, powers, reach
 from fengine.ops.fp8_kernels import from_e4m3
 from fengine.ops.registration import begin, tl, triton, wait
 
@@ -46,14 +46,6 @@ def nothing(ROWS: tl.constexpr, KP: tl.constexpr):
     """What `merge` starts from: -0.0, so that the first chunk comes out as it went in, its signs of zero too."""
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     return m, tl.full((ROWS, 1), -0.0, tl.float32), tl.full((ROWS, KP), -0.0, tl.float32)
-
-
-@triton.jit
-def reach(last_ptr, tokens, position, token):
-    """The last key of each of a tile's tokens, and how many keys some token sees, and all do: as `limits`."""
-    last = tl.load(last_ptr + token, mask=token < tokens, other=0)
-    seen = tl.max(last, 0) + 1
-    return tl.where(token < tokens, last, position), seen, tl.min(tl.where(token < tokens, last, seen), 0) + 1
 
 
 @triton.jit

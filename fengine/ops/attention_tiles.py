@@ -49,6 +49,14 @@ def limits(front, back, kv_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def reach(last_ptr, tokens, position, token):
+    """The last key of each of a tile's tokens, and how many keys some token sees, and all do: as `limits`."""
+    last = tl.load(last_ptr + token, mask=token < tokens, other=0)
+    seen = tl.max(last, 0) + 1
+    return tl.where(token < tokens, last, position), seen, tl.min(tl.where(token < tokens, last, seen), 0) + 1
+
+
+@triton.jit
 def fetch(ptr, table_ptr, start, kv_len, S: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
           BLOCK: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
     """[BLOCK, KP] keys or values of positions start ..; EDGE: zeros at kv_len and behind, whatever the slots hold.
