@@ -123,7 +123,7 @@ def schedules(
         few = alone._replace(warps=2, stages=stages_for(q_THK, alone.tile, 2))
     taken = [*at_once(q_THK, k_PSGK, rows, splits, processors, bounds), few, alone]
     if bounds == CAUSAL and attention_rows_hopper.usable(q_THK, k_PSGK):
-        taken.insert(0, Rows(alone.tile, 4, 0, min(chunks, max(1, 8 * processors // (rows * groups))), 2))
+        taken.insert(0, Rows(alone.tile, 4, 0, min(chunks, max(1, 4 * processors // (rows * groups))), 2))
     if tokens <= rows:
         return [Schedule(r, None) for r in taken]
     tile = max(16 if q_THK.dtype == torch.float32 else 64, padded_heads(q_THK, k_PSGK))

@@ -3,8 +3,8 @@ rows.
 
 One warp copies codes of weights into a ring in shared memory (TMA), before the kernel in front has ended; another those
 of x, after it. Groups of four warps multiply: a part of 128 columns is one product from zero, and while it is added to
-the sums the next one runs, in other registers. Of a gated product a group has 32 gates above their 32 ups, and writes
-neither to memory.
+the sums the next one runs, in other registers or of another group. Of a gated product a group has 32 gates above their
+32 ups, and writes neither to memory. Products of many rows wait for L2: three groups have larger tiles.
 
 The tree is that of w8a8.py; used where that was proved.
 """
@@ -39,9 +39,9 @@ OUTPUTS = 64  # of a group of warps: the rows of wgmma
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: rows of x (8 to 128), groups of warps (of 64 outputs each), pieces in the ring, programs
-    that share a multiprocessor, registers of a thread at most (0: as many as there are), columns of weights that are
-    fetched into L2 behind the ring's."""
+    """How a product is cut: rows of x (8 to 128), groups of warps (1 to 3, of 64 outputs each), pieces in the ring,
+    programs that share a multiprocessor, registers of a thread at most (0: as many as there are), columns of weights
+    that are fetched into L2 behind the ring's."""
 
     block_m: int
     groups: int
@@ -141,6 +141,21 @@ def begun(w_ring, x_ring, full, part, n, WHO: gl.constexpr, GROUPS: gl.constexpr
 
 
 @gluon.jit
+def added(acc, part):
+    """In assembler, which stays where it stands: in front of the product that takes the part's registers."""
+    return gl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [acc, part], gl.float32, False, 1)
+
+
+@gluon.jit
+def part_of(w_ring, x_ring, full, empty, part, n, WHO: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """The part of piece n in the registers of `part`, while other groups have the tensor cores' other turns."""
+    first = begun(w_ring, x_ring, full, part, n, WHO, GROUPS, STAGES)
+    part = warpgroup_mma_wait(0, deps=[first])
+    mbarrier.arrive(empty.index(n % STAGES))
+    return part
+
+
+@gluon.jit
 def finish(acc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, row, col, M, N, BIAS: gl.constexpr, GATED: gl.constexpr,
            ACT: gl.constexpr, BM: gl.constexpr, OUTPUTS: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
     """Stores sums [64, BM], or the gated products of their first half and their second."""
@@ -187,14 +202,19 @@ def multiply(x_scale_ptr, scale_ptr, bias_ptr, y_ptr, WHO: gl.constexpr, x_ring,
         col += WHO * OUTPUTS
         acc = gl.zeros([WIDTH, BM], gl.float32, SUMS)
         for _ in range(0, gl.cdiv(K, 2 * STEP)):
-            first = begun(weights, x_ring, full, a, n, WHO, GROUPS, STAGES)
-            second = begun(weights, x_ring, full, b, n + 1, WHO, GROUPS, STAGES)
-            a = warpgroup_mma_wait(1, deps=[first])
-            mbarrier.arrive(empty.index(n % STAGES))
-            acc += a
-            b = warpgroup_mma_wait(0, deps=[second])
-            mbarrier.arrive(empty.index((n + 1) % STAGES))
-            acc += b
+            if GROUPS == 3:
+                for piece in gl.static_range(2):
+                    a = part_of(weights, x_ring, full, empty, a, n + piece, WHO, GROUPS, STAGES)
+                    acc = added(acc, a)
+            else:
+                first = begun(weights, x_ring, full, a, n, WHO, GROUPS, STAGES)
+                second = begun(weights, x_ring, full, b, n + 1, WHO, GROUPS, STAGES)
+                a = warpgroup_mma_wait(1, deps=[first])
+                mbarrier.arrive(empty.index(n % STAGES))
+                acc += a
+                b = warpgroup_mma_wait(0, deps=[second])
+                mbarrier.arrive(empty.index((n + 1) % STAGES))
+                acc += b
             n += 2
         finish(acc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, row, col, M, N, BIAS, GATED, ACT, BM, OUTPUTS, SUMS)
 
@@ -215,7 +235,22 @@ def w8a8_hopper_kernel(x_desc, w_desc, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, 
         mbarrier.init(full.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=GROUPS)
     fence_async_shared()
-    if GROUPS == 2:
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 0, x_ring, w_ring, full, empty, M, N, K, BIAS,
+                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
+                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 1, x_ring, w_ring, full, empty, M, N, K, BIAS,
+                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
+                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 2, x_ring, w_ring, full, empty, M, N, K, BIAS,
+                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
+                (copy_weights, (w_desc, w_ptr, w_ring, full, empty, M, N, K, HALVES, BM, OUTPUTS, GROUPS, STEP, STAGES,
+                                WALK, AHEAD)),
+                (copy_x, (x_desc, x_ring, full, empty, M, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES, WALK)),
+            ],
+            [4, 4, 1, 1], [160, 160, 24, 24],
+        )  # fmt: skip
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 0, x_ring, w_ring, full, empty, M, N, K, BIAS,

@@ -46,7 +46,8 @@ TABLE = (
     (1 << 30, 0, Schedule(64, 128, False, 4, 4)),
 )
 # Of the kernel for Hopper, likewise. Few rows leave registers for the small kernels in front and behind, and no room in
-# shared memory for the next product, which would take bandwidth.
+# shared memory for the next product, which would take bandwidth. 128 rows of which half are padding take longer than
+# if all were real: hence tiles of 64.
 HOPPER = (
     (8, 0, Tiles(8, 1, 24, 1, 96, 1024)),
     (16, 0, Tiles(16, 1, 22, 1, 96)),
@@ -55,9 +56,15 @@ HOPPER = (
     (64, 0, Tiles(64, 1, 13, 1, 128)),
     (128, 16384, Tiles(128, 2, 6, 1)),
     (128, 0, Tiles(64, 2, 9, 1)),
-    (256, 6000, Tiles(128, 2, 6, 1)),
+    (192, 5000, Tiles(64, 3, 6, 1)),
+    (192, 0, Tiles(64, 2, 9, 1)),
+    (256, 5000, Tiles(128, 2, 6, 1)),
     (256, 0, Tiles(64, 2, 9, 1)),
-    (1 << 30, 0, Tiles(128, 2, 6, 1)),
+    (320, 5000, Tiles(64, 2, 9, 1)),
+    (320, 0, Tiles(64, 3, 6, 1)),
+    (512, 5000, Tiles(128, 3, 5, 1)),
+    (512, 0, Tiles(128, 2, 6, 1)),
+    (1 << 30, 0, Tiles(128, 3, 5, 1)),
 )
 # Of gated products there, by the largest M.
 GATED = (
@@ -65,7 +72,14 @@ GATED = (
     (16, Tiles(16, 1, 22, 1, 96)),
     (32, Tiles(32, 1, 18, 1, 96)),
     (64, Tiles(64, 1, 6, 2)),
-    (1 << 30, Tiles(128, 2, 6, 1)),
+    (128, Tiles(128, 2, 6, 1)),
+    (192, Tiles(64, 3, 6, 1)),
+    (256, Tiles(128, 2, 6, 1)),
+    (320, Tiles(64, 3, 6, 1)),
+    (384, Tiles(128, 2, 6, 1)),
+    (448, Tiles(64, 3, 6, 1)),
+    (512, Tiles(128, 2, 6, 1)),
+    (1 << 30, Tiles(128, 3, 5, 1)),
 )
 
 
