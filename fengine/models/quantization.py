@@ -71,7 +71,7 @@ def _with_activations(stored: Quantization) -> Quantization:
     return Quantization("w8a8_fp8", rules)
 
 
-KEPT_AT_LOAD = r"lm_head|score|.*\.(gate|shared_expert_gate)"  # small, or what the rest hangs on
+KEPT_AT_LOAD = r"lm_head|score|.*\.(gate|router|router\.layer|shared_expert_gate)"  # small, or what the rest hangs on
 
 
 def _unbuilt(what: str) -> UnsupportedFormatError:

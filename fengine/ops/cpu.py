@@ -44,7 +44,7 @@ SIGNATURES = {
     "fengine_soft_cap": [_P] * 2 + [_I, _F, _T],
     "fengine_gated_linear": [_P] * 4 + [_I] * 3 + [_T] * 5,
     "fengine_attention": [_P] * 7 + [_I] * 8 + [_T, _F, _F, _P, _P, _T, _T],
-    "fengine_experts": [_P] * 10 + [_I] * 5 + [_T] * 7 + [_F, _F, _T],
+    "fengine_experts": [_P] * 12 + [_I] * 7 + [_T] * 7 + [_F, _F, _T],
     "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
     "fengine_logprobs": [_P] * 4 + [_I] * 3 + [_T],
     "fengine_top_ids": [_P] * 2 + [_I] * 3 + [_T],

@@ -106,14 +106,42 @@ INLINE const void *of_expert(const void *w, int64_t expert, int64_t numbers, int
     return (const char *)w + expert * numbers * (kind == 0 ? 4 : 2);
 }
 
+/* The matrices [n, k] of all experts. With scales they are e4m3 codes of w8a8.py: a scale for each `step` columns, or
+ * one for all where step is 0. */
+typedef struct {
+    const void *w, *bias;
+    const float *scale;
+    int64_t n, k, step;
+    int kind, bias_kind, threads;
+} matrices;
+
+#define PART 128 /* columns of a part of the sum where all have one scale */
+
+/* y [rows, n] = x [rows, k] @ w.T + bias of an expert. room: [rows, 2k] floats. */
+static int product(const matrices *m, int64_t expert, const float *x, float *y, int64_t rows, float *room) {
+    int64_t numbers = (m->n + BLOCK - 1) / BLOCK * BLOCK, steps = m->step ? (m->k + m->step - 1) / m->step : 1;
+    const void *bias = m->bias ? of_expert(m->bias, expert, m->n, m->bias_kind) : NULL;
+    if (!m->scale)
+        return fengine_linear(x, of_expert(m->w, expert, numbers * m->k, m->kind), bias, y, rows, m->n, m->k, m->kind,
+                              m->bias_kind, m->threads);
+    fengine_e4m3_rows(x, room, room + rows * m->k, rows, m->k, m->step ? m->step : m->k, m->threads);
+    return fengine_w8a8_linear(room, room + rows * m->k, (const uint8_t *)m->w + expert * numbers * m->k,
+                               m->scale + expert * numbers * steps, bias, y, rows, m->n, m->k,
+                               m->step ? m->step : PART, m->step != 0, m->bias_kind, m->threads);
+}
+
 /* y[t, d] = the weighted sum of t's experts + shared; gate_up packed [e, ceil(2f/32), d, 32], down [e, ceil(d/32), f,
- * 32]. shared, its gate [t], correction and the biases may be null. Without down, y[t top, f] are the gated products of
- * the pairs; without gate_up, x are these. */
+ * 32], with scales [e, blocks, steps, 32] where they are e4m3 codes. shared, its gate [t], correction, the biases and
+ * the scales may be null. Without down, y[t top, f] are the gated products of the pairs; without gate_up, x are these.
+ */
 API int fengine_experts(const float *x, const float *logits, const void *gate_up, const void *down, const float *shared,
-                        const float *gate, const float *correction, const void *gate_up_bias, const void *down_bias, float *y, int64_t t,
-                        int64_t e, int64_t top, int64_t f, int64_t d, int gate_kind, int down_kind, int gate_bias_kind,
-                        int down_bias_kind, int renormalise, int sigmoid, int threads, float scale, float limit,
-                        int silu_threads) {
+                        const float *gate, const float *correction, const void *gate_up_bias, const void *down_bias,
+                        const float *gate_up_scale, const float *down_scale, float *y, int64_t t, int64_t e,
+                        int64_t top, int64_t f, int64_t d, int64_t gate_up_step, int64_t down_step, int gate_kind,
+                        int down_kind, int gate_bias_kind, int down_bias_kind, int renormalise, int sigmoid,
+                        int threads, float scale, float limit, int silu_threads) {
+    matrices wide = {gate_up, gate_up_bias, gate_up_scale, 2 * f, d, gate_up_step, gate_kind, gate_bias_kind, threads};
+    matrices narrow = {down, down_bias, down_scale, d, f, down_step, down_kind, down_bias_kind, threads};
     int failed = 0;
     int64_t pairs = t * top, most = 0, *start = calloc((size_t)e + 1, 8), *pair = malloc((size_t)pairs * 8 + 8);
     float *weight = scratch_floats(2 * pairs, &failed), *room = NULL;
@@ -132,10 +160,11 @@ API int fengine_experts(const float *x, const float *logits, const void *gate_up
         }
         for (int64_t p = 0; p < pairs; p++)
             pair[start[id[p]]++] = p; /* start[i] is now where expert i ends */
-        room = scratch_floats(most * (2 * d + 3 * f), &failed);
+        room = scratch_floats(most * (2 * d + 3 * f + 2 * (gate_up_scale || down_scale) * (d > f ? d : f)), &failed);
     }
     memset(y, 0, (size_t)(down ? t * d : pairs * f) * 4);
     float *rows = room, *both = room + most * d, *h = both + most * 2 * f, *part = h + most * f;
+    float *codes = part + most * d;
     for (int64_t i = 0; i < e && !failed; i++) {
         int64_t first = i ? start[i - 1] : 0, count = start[i] - first;
         if (count == 0)
@@ -148,9 +177,7 @@ API int fengine_experts(const float *x, const float *logits, const void *gate_up
                 memcpy(h + row * f, x + from * f, (size_t)f * 4);
         }
         if (gate_up) {
-            failed |= fengine_linear(rows, of_expert(gate_up, i, (2 * f + 31) / 32 * 32 * d, gate_kind),
-                                     gate_up_bias ? of_expert(gate_up_bias, i, 2 * f, gate_bias_kind) : NULL, both,
-                                     count, 2 * f, d, gate_kind, gate_bias_kind, threads);
+            failed |= product(&wide, i, rows, both, count, codes);
             if (limit > 0.0f)
                 clamped(both, h, count, f, limit);
             else
@@ -161,9 +188,7 @@ API int fengine_experts(const float *x, const float *logits, const void *gate_up
                 memcpy(y + pair[first + row] * f, h + row * f, (size_t)f * 4);
             continue;
         }
-        failed |= fengine_linear(h, of_expert(down, i, (d + 31) / 32 * 32 * f, down_kind),
-                                 down_bias ? of_expert(down_bias, i, d, down_bias_kind) : NULL, part, count, d, f,
-                                 down_kind, down_bias_kind, threads);
+        failed |= product(&narrow, i, h, part, count, codes);
         if (!failed)
             add_parts(y, part, weight, pair + first, count, top, d);
     }

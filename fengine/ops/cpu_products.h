@@ -1,4 +1,4 @@
-/* Kernels of cpu_kernels.c that others build on: one declaration for both sides. */
+/* Kernels that others build on: one declaration for both sides. */
 #ifndef FENGINE_CPU_PRODUCTS_H
 #define FENGINE_CPU_PRODUCTS_H
 
@@ -62,6 +62,10 @@ API int fengine_linear(const float *x, const void *w, const void *bias, float *y
 /* Outputs of block `block` alone, whose weights [k, 32] are w; y, bias and n are as for `fengine_linear`. */
 void linear_block(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
                   int64_t block, int kind, int bias_kind);
+API void fengine_e4m3_rows(const float *x, float *q, float *scale, int64_t rows, int64_t k, int64_t group, int threads);
+API int fengine_w8a8_linear(const float *x, const float *x_scale, const uint8_t *codes, const float *scale,
+                            const void *bias, float *y, int64_t m, int64_t n, int64_t k, int64_t step, int by_step,
+                            int bias_kind, int threads);
 API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int act, int gated,
                           int threads);
 

@@ -16,7 +16,9 @@ logits is softmax over all, renormalised. Families: Qwen3-MoE (norm_topk_prob), 
 renormalise; Qwen2-MoE and OLMoE do not, unless norm_topk_prob says so; GLM-4.5 and DeepSeek-V3 choose by sigmoid with a
 correction and a scale.
 
-Weights are packed by linear.py's `pack`, which takes [E, 2F, D] (gate above up) and [E, D, F] as well.
+Weights are packed by linear.py's `pack`, which takes [E, 2F, D] (gate above up) and [E, D, F] as well. Those of w8a8.py
+(`W8A8`, as `pack` makes it of matrices below each other) have its trees in place of linear.py's: x is rounded to e4m3
+for the gated products, and these, rounded to the output dtype first, for the down products.
 
 A rank of a group holds columns of every expert: of its gate and up, and of its down (columns.py). It computes halves
 of the op: the gated products [T A, F] of a token's experts by ascending id, which are gathered; and its
@@ -29,7 +31,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from fengine.ops import activations
+from fengine.ops import activations, w8a8
 from fengine.ops import linear as linear_op
 from fengine.ops.columns import Columns, Group, gather
 from fengine.ops.cpu import contiguous, maybe, readable, schedule
@@ -88,16 +90,17 @@ def _gated_reference(x_ET2F: Tensor, limit: float) -> Tensor:
 
 def on_cpu(
     x: Tensor, logits: Tensor, gate_up: Tensor | None, down: Tensor | None, shared: Tensor | None, gate: Tensor | None,
-    correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_scale: None,
-    down_scale: None, group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float, limit: float,
+    correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_scale: Tensor | None,
+    down_scale: Tensor | None, group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float, limit: float,
     width: int,
 ) -> Tensor:  # fmt: skip
     """x [T, D], logits [T, E] -> [T, D]; gate_up [E, ceil(2F/32), D, 32], down [E, ceil(D/32), F, 32].
 
-    Experts in few bits are dequantized when they are loaded: there are no scales. Half of a rank: see above.
+    Experts in few bits are dequantized when they are loaded: only those of w8a8.py have scales. Half of a rank: see
+    above.
     """
     x, logits = contiguous(x, "experts' x"), contiguous(logits, "experts' logits")
-    weights = [maybe(readable, w, "experts' weights") for w in (gate_up, down)]
+    weights, scales = zip(*(of_matrices(*each) for each in ((gate_up, gate_up_scale), (down, down_scale))), strict=True)
     biases = [maybe(readable, bias, "experts' bias") for bias in (gate_up_bias, down_bias)]
     extras = [maybe(contiguous, t, "experts' shared, gate or correction") for t in (shared, gate, correction)]
     tokens, count = logits.shape
@@ -106,11 +109,19 @@ def on_cpu(
     library, threads = schedule(tokens * top_k * 3 * d * f)
     if tokens:
         library.fengine_experts(
-            x.data_ptr(), logits.data_ptr(), *(at for _, at, _ in (*weights, *extras, *biases)), y.data_ptr(), tokens,
-            count, top_k, f, d, *(kind for *_, kind in (*weights, *biases)), renormalise, sigmoid, threads, scale,
-            limit, schedule(16 * tokens * top_k * f)[1],
+            x.data_ptr(), logits.data_ptr(), *(at for _, at, _ in (*weights, *extras, *biases, *scales)), y.data_ptr(),
+            tokens, count, top_k, f, d, *(step for *_, step in scales), *(kind for *_, kind in (*weights, *biases)),
+            renormalise, sigmoid, threads, scale, limit, schedule(16 * tokens * top_k * f)[1],
         )  # fmt: skip
     return y
+
+
+def of_matrices(w: Tensor | None, scale: Tensor | None) -> tuple[tuple[Any, int | None, int], ...]:
+    """As `cpu.maybe` gives it: of the weights, and of their scales, with the columns of one in place of the kind."""
+    if w is None or scale is None:
+        return maybe(readable, w, "experts' weights"), (None, None, 0)
+    step, by_step = w8a8.tree_of(w.shape[2], scale.shape[2])
+    return (w, w.data_ptr(), 0), (scale, scale.data_ptr(), step if by_step else 0)
 
 
 def fake(x: Tensor, logits: Tensor, down: Tensor | None, top_k: int, width: int) -> Tensor:
@@ -130,9 +141,8 @@ def weights_of(gate_up: linear_op.Leaf, down: linear_op.Leaf, gate_up_bias: Tens
     """The weights of two leaves, each whole or in few bits; and the group of which they are a rank's part. Pure."""
     ranks = gate_up.group if isinstance(gate_up, Columns) else None
     leaves: Any = [leaf.leaf if isinstance(leaf, Columns) else leaf for leaf in (gate_up, down)]
-    few = [leaf if isinstance(leaf, Quantized) else None for leaf in leaves]
-    gate_up_scale, down_scale = (None if leaf is None else leaf.scale for leaf in few)
-    group = max(0 if leaf is None else leaf.group for leaf in few)
+    gate_up_scale, down_scale = (getattr(leaf, "scale", None) for leaf in leaves)
+    group = max(leaf.group if isinstance(leaf, Quantized) else 0 for leaf in leaves)
     biases = (gate_up_bias, down_bias, correction)
     return Weights(leaves[0].packed, leaves[1].packed, *biases, gate_up_scale, down_scale, group), ranks
 

@@ -10,7 +10,7 @@ left to right, in float32; the bias is added last. Scales come from the token al
 bits are its own. Inside a part CUDA adds as wgmma does, groups of 32 one on the other with 13 bits (mma.sync keeps
 more, and would give other bits: every schedule has 64 rows on its M side); the CPU has a chain of multiply-adds.
 
-Packed on CUDA: codes [N, K] and scales [steps or 1, N]; on the CPU 32 outputs side by side.
+Packed on CUDA: codes [N, K] and scales [steps or 1, N]; on the CPU 32 outputs side by side. Of experts: see experts.py.
 """
 
 from typing import Any, NamedTuple
@@ -60,6 +60,11 @@ def tree(codes: Codes) -> tuple[int, bool]:
             "leave quantization='w8a8_fp8' out: the weights alone are then in FP8."
         )
     return codes.group, True
+
+
+def tree_of(k: int, scales: int) -> tuple[int, bool]:
+    """`tree` of a packed matrix of k columns, with so many scales a row. Pure."""
+    return (STEP, False) if scales == 1 else (next(step for step in (32, 64, STEP) if -(-k // step) == scales), True)
 
 
 def on_cpu(
@@ -150,15 +155,19 @@ class W8A8(NamedTuple):
         """Nothing that kernels for dense matrices could read."""
 
 
-def pack(codes: Codes) -> linear.Leaf:
-    """The layout that `linear` reads on the codes' device, once at load. Pure. Errors: UnsupportedFeatureError."""
+def pack(codes: Codes, matrices: int = 0) -> linear.Leaf:
+    """The layout that `linear` reads on the codes' device, once at load; of so many `matrices` below each other the one
+    that `experts` reads, with one more dimension in front. Pure. Errors: UnsupportedFeatureError."""
     step, by_step = tree(codes)
-    scale_NG, n = codes.scale_NG.float(), len(codes.code_NK)
-    if codes.code_NK.device.type != "cpu":
-        refuse_other_devices(codes.code_NK.device)
-        return W8A8(codes.code_NK.contiguous(), scale_NG.T.contiguous(), n, step, by_step)
+    parts = codes.code_NK, codes.scale_NG.float()
+    code, scale = (rearrange(part, "(e n) k -> e n k", e=matrices) if matrices else part for part in parts)
+    n = code.shape[-2]
+    if code.device.type != "cpu":
+        refuse_other_devices(code.device)
+        return W8A8(code.contiguous(), scale.mT.contiguous(), n, step, by_step)
 
     def blocks(t: Tensor) -> Tensor:
-        return rearrange(pad(t, (0, 0, 0, -n % LANES)), "(b lane) k -> b k lane", lane=LANES).contiguous()
+        padded = pad(t, (0, 0, 0, -n % LANES))
+        return rearrange(padded, "... (b lane) k -> ... b k lane", lane=LANES).contiguous()
 
-    return W8A8(blocks(codes.code_NK), blocks(scale_NG), n, step, by_step)
+    return W8A8(blocks(code), blocks(scale), n, step, by_step)

@@ -206,12 +206,12 @@ def _in_few_bits(
     """The leaf of parts that are all in few bits and can be joined so; None: they are to be whole. Pure."""
     parts = [part.to(placement.device) for part in stored if isinstance(part, Codes)]
     codes = quantized.joined(parts) if len(parts) == len(stored) else None
-    if codes is not None and len(weight.shape) == 3:
-        gated, dtype = weight.path[-1] == "wexperts_gate_up", placement.of(weight)
-        return None if cut else quantized.pack_experts(codes, weight.shape[0], gated, dtype)
+    experts, dtype = weight.shape[0] if len(weight.shape) == 3 else 0, placement.of(weight)
     if codes is not None and codes.kind == "w8a8":
-        return w8a8.pack(codes)
-    return None if codes is None else quantized.pack(codes, placement.of(weight))
+        return w8a8.pack(codes, experts)
+    if codes is not None and experts:
+        return None if cut else quantized.pack_experts(codes, experts, weight.path[-1] == "wexperts_gate_up", dtype)
+    return None if codes is None else quantized.pack(codes, dtype)
 
 
 def columns(weight: Weight, own: linear.Leaf, group: Group) -> Columns:

@@ -255,8 +255,8 @@ def in_our_order(source: Source, part: Tensor | Codes) -> Tensor | Codes:
 
 
 def encoded_by(tensor: Tensor, scheme: Scheme | None, device: torch.device) -> Tensor | Codes:
-    """In few bits if the scheme says so, computed on the device; experts in four bits only. Pure."""
-    if scheme is None or tensor.dim() < 2 or (tensor.dim() == 3 and scheme.code not in FOUR_BITS):
+    """In few bits if the scheme says so, computed on the device; experts not in those that are stored whole. Pure."""
+    if scheme is None or tensor.dim() < 2 or (tensor.dim() == 3 and scheme.code not in (*FOUR_BITS, "w8a8")):
         return tensor
     group = 32 if scheme.code == "fp4" else (scheme.block or (1, 0))[1]
     if tensor.shape[-1] % (group or 1):
