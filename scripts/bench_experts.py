@@ -20,7 +20,7 @@ from measure import environment, replays_us, summary
 from torch import Tensor
 
 from fengine.ops import experts as op
-from fengine.ops import experts_launch, quantized
+from fengine.ops import experts_launch, experts_w8a8_launch, quantized, w8a8
 from fengine.ops.experts_schedules import REFERENCE, Schedule, Tiles
 from fengine.ops.linear import Dense, linear
 
@@ -38,13 +38,22 @@ class Shape(NamedTuple):
     d: int
     f: int
     layers: int
-    mxfp4: bool = False
+    kind: str = (
+        "bf16"  # or "fp4"; "w8a8", whose scales are each for `group` columns of 128 rows, or for a row if it is 0
+    )
+    group: int = 0
+
+    @property
+    def reference(self) -> Any:
+        return experts_w8a8_launch.REFERENCE if self.kind == "w8a8" else REFERENCE
 
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(128, 8, 2048, 768, 4),
     "gpt-oss-20b": Shape(32, 4, 2880, 2880, 4),
-    "gpt-oss-20b-mxfp4": Shape(32, 4, 2880, 2880, 4, True),
+    "gpt-oss-20b-mxfp4": Shape(32, 4, 2880, 2880, 4, "fp4", 32),
+    "qwen3-30b-a3b-w8a8": Shape(128, 8, 2048, 768, 4, "w8a8"),
+    "qwen3-30b-a3b-w8a8-blocks": Shape(128, 8, 2048, 768, 4, "w8a8", 128),
     "mixtral-8x7b": Shape(8, 2, 4096, 14336, 2),
 }
 
@@ -64,10 +73,13 @@ def random_weights(shape: Shape) -> list[tuple[Tensor, op.Weights]]:
     def random(*size: int) -> Tensor:
         return torch.randn(*size, device="cuda", dtype=BF16) / size[-1] ** 0.5
 
-    def leaf(n: int, k: int, gated: bool) -> Dense | quantized.Quantized:
-        if not shape.mxfp4:
+    def leaf(n: int, k: int, gated: bool) -> Any:
+        if shape.kind == "bf16":
             return Dense(random(e, n, k), n)
-        packed = quantized.pack_experts(quantized.encoded(random(e * n, k), "fp4", 32), e, gated, BF16)
+        codes = quantized.encoded(random(e * n, k), shape.kind, shape.group)
+        if shape.kind == "w8a8":
+            return w8a8.pack(codes, e)
+        packed = quantized.pack_experts(codes, e, gated, BF16)
         if packed is None:
             raise SystemExit("this GPU reads no experts in four bits")
         return packed
@@ -79,7 +91,7 @@ def random_weights(shape: Shape) -> list[tuple[Tensor, op.Weights]]:
     ]
 
 
-def under(s: Schedule | None, shape: Shape) -> Callable[[Layer], Tensor]:
+def under(s: Any, shape: Shape) -> Callable[[Layer], Tensor]:
     """The block under a schedule; None: under the one that the op chooses."""
     routing = op.Routing(shape.top_k)
 
@@ -98,7 +110,7 @@ def torch_block(shape: Shape) -> Callable[[Layer], Tensor]:
     """The same block of torch's own parts: sorted rows, two grouped products, an addition by index."""
 
     def compute(layer: Layer) -> Tensor:
-        weights = layer.weights.whole((len(layer.x_TD), shape.experts, shape.top_k, shape.f, shape.d))
+        weights: Any = whole(shape, layer)
         logits_TE = torch.mm(layer.x_TD, layer.router_ED.T, out_dtype=torch.float32)
         value_TA, id_TA = logits_TE.topk(shape.top_k, -1)
         order_P = id_TA.flatten().argsort(stable=True)
@@ -114,6 +126,19 @@ def torch_block(shape: Shape) -> Callable[[Layer], Tensor]:
         return torch.zeros_like(layer.x_TD).index_add_(0, order_P // shape.top_k, y_PD)
 
     return compute
+
+
+def whole(shape: Shape, layer: Layer) -> op.Weights:
+    """The weights in 16 bits."""
+
+    def matrices(codes: Any, scale: Any) -> Tensor:
+        scale_ENG = scale.mT.repeat_interleave(-(-codes.shape[2] // scale.shape[1]), 2)
+        return (codes.view(torch.float8_e4m3fn).float() * scale_ENG).to(BF16)
+
+    w = layer.weights
+    if shape.kind != "w8a8":
+        return w.whole((len(layer.x_TD), shape.experts, shape.top_k, shape.f, shape.d))
+    return op.Weights(matrices(w.gate_up, w.gate_up_scale), matrices(w.down, w.down_scale))
 
 
 def graph_times(compute: Callable[[Layer], Tensor], over: list[Layer]) -> list[float]:
@@ -144,17 +169,19 @@ def distinct(shape: Shape, over: list[Layer]) -> float:
 
 def floor_us(shape: Shape, tokens: int, experts: float) -> dict[str, float]:
     """What the bytes of the weights that are read, and the products, take at least."""
-    size = 3 * shape.d * shape.f
+    size, each = 3 * shape.d * shape.f, {"bf16": 2, "fp4": 17 / 32, "w8a8": 1}[shape.kind]
+    flops = FLOPS * (1 + (shape.kind == "w8a8"))
     return {
-        "bytes": (experts * size * (17 / 32 if shape.mxfp4 else 2) + shape.experts * shape.d * 2) / BYTES_PER_S * 1e6,
-        "products": 2 * tokens * shape.top_k * size / FLOPS * 1e6,
+        "bytes": (experts * size * each + shape.experts * shape.d * 2) / BYTES_PER_S * 1e6,
+        "products": 2 * tokens * shape.top_k * size / flops * 1e6,
     }
 
 
 def measure(shape: Shape, tokens: int, weights: list[tuple[Tensor, op.Weights]]) -> dict[str, Any]:
     """One row of the table; `equal`: whether the bits are those of the reference schedule."""
     over = layers(shape, tokens, weights)
-    ours, reference = under(None, shape), under(REFERENCE, shape)
+    ours, reference = under(None, shape), under(shape.reference, shape)
+    fixed = shape.reference if shape.kind == "w8a8" else FIXED
     equal = all(ours(layer).equal(reference(layer)) for layer in over[:2])
     near = torch_block(shape)(over[0]).float(), ours(over[0]).float()
     read = distinct(shape, over)
@@ -163,11 +190,11 @@ def measure(shape: Shape, tokens: int, weights: list[tuple[Tensor, op.Weights]])
         "baseline_error": ((near[0] - near[1]).norm() / near[1].norm()).item(),
         "floor_us": floor_us(shape, tokens, read),
         "us": {name: summary(graph_times(compute, over)) for name, compute in (
-            ("exact", ours), ("one tile", under(FIXED, shape)), ("torch", torch_block(shape)))},
+            ("exact", ours), ("one tile", under(fixed, shape)), ("torch", torch_block(shape)))},
     }  # fmt: skip
     median = row["us"]["exact"]["median"]
     row["times_floor"] = median / max(row["floor_us"].values())
-    row["tflops"] = row["floor_us"]["products"] * FLOPS / median / 1e12
+    row["tflops"] = 2 * tokens * shape.top_k * 3 * shape.d * shape.f / median / 1e6
     return row
 
 
@@ -186,7 +213,7 @@ def main() -> int:
         for tokens in map(int, args.tokens.split(",")):
             row = measure(shape, tokens, weights)
             rows.append(row)
-            wrong |= not row["equal"] or not row["baseline_error"] < 2e-2
+            wrong |= not row["equal"] or not row["baseline_error"] < (8e-2 if shape.kind == "w8a8" else 2e-2)
             us = [f"{row['us'][kind]['median']:9.1f}" for kind in ("exact", "one tile", "torch")]
             print(f"{tokens:6d} {row['experts']:6.1f} |", *us, f"| {row['times_floor']:.2f} {row['tflops']:.0f}",
                   "" if row["equal"] else "BITS DIFFER", f"{row['baseline_error']:.1e}", flush=True)  # fmt: skip

@@ -1,22 +1,27 @@
 """One call of a mixture of experts on a CUDA device, under a schedule: which kernels, over which buffers."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fengine.ops import experts_hopper, fragments, quantized_hopper
+from fengine.ops import experts_hopper, experts_w8a8_launch, fragments, quantized_hopper
 from fengine.ops import experts_kernels as kernels
 from fengine.ops.ahead import launcher
 from fengine.ops.experts_routing import Routed, Routing, lists_of, power, routed, tiled
 from fengine.ops.experts_schedules import REFERENCE, FewBits, Schedule, Tiles, schedules, tiles_at_most
+from fengine.ops.experts_w8a8_launch import Pairs
 from fengine.ops.fragments import Fragments
 from fengine.ops.proof import proved, random_rows, same_bits
 from fengine.ops.registration import MIDDLE, dependent_launch, plain, shared_memory, triton
 
+AnySchedule = Schedule | FewBits | Pairs
+
 
 class Weights(NamedTuple):
-    """Experts' weights as linear's `pack(w).packed`, or in few bits as `Fragments` in groups of so many columns.
+    """Experts' weights as linear's `pack(w).packed`, in few bits as `Fragments` in groups of so many columns, or those
+    of a `W8A8`.
 
     Biases are [E, 2F] and [E, D]; correction is float32 [E]. One of the matrices: the half of a call.
     """
@@ -29,6 +34,16 @@ class Weights(NamedTuple):
     gate_up_scale: Tensor | None = None
     down_scale: Tensor | None = None
     group: int = 0
+
+    def halves(self) -> tuple["Weights", "Weights"]:
+        """Those of the gated products, and those of what follows. Pure."""
+        first = self._replace(down=None, down_bias=None, down_scale=None)
+        return first, self._replace(gate_up=None, gate_up_bias=None, gate_up_scale=None)
+
+    @property
+    def in_fp8(self) -> set[bool]:
+        """Whether the matrices that there are multiply with activations in FP8."""
+        return {w.dtype == torch.uint8 for w in (self.gate_up, self.down) if w is not None}
 
     def whole(self, sizes: tuple[int, int, int, int, int]) -> "Weights":
         """The matrices dequantized to scratch. Pure."""
@@ -54,22 +69,25 @@ class Call(NamedTuple):
     shared_TD: Tensor | None
     gate_T1: Tensor | None  # float32
     limit: float
+    width: int = 0  # columns of the result, of a half
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """(T, E, A, F, D)"""
-        (t, e), w, d = self.logits_TE.shape, self.weights, self.x_TD.shape[1]
+        (t, e), w, k = self.logits_TE.shape, self.weights, self.x_TD.shape[1]
         if w.gate_up is None:
-            f, d = d, w.down.shape[1] if w.down is not None else 0
+            f, d = k, self.width
         elif w.down is None:
-            f = w.gate_up.shape[1] // 2
+            f, d = self.width, k
         else:
-            f = w.down.shape[2] if w.down_scale is None else w.down.shape[1] * 64
+            f, d = w.down.shape[2] if w.down.dim() == 3 else w.down.shape[1] * 64, k
         return t, e, self.routing.top_k, f, d
 
 
-def run(call: Call, s: Schedule | FewBits) -> Tensor:
+def run(call: Call, s: AnySchedule) -> Tensor:
     """Computes the result under schedule `s`. Pure."""
+    if isinstance(s, Pairs):
+        return _in_fp8(call, s)
     if isinstance(s, FewBits):
         return many(call, s)
     call = call._replace(weights=call.weights.whole(call.sizes))
@@ -167,6 +185,24 @@ def _few_bits(call: Call, s: FewBits) -> Tensor:
     return parts_PD
 
 
+def _in_fp8(call: Call, s: Pairs) -> Tensor:
+    """Both products, or the one that there is, in FP8. Pure."""
+    t, e, a, f, d = call.sizes
+    w, h_PF, rows = call.weights, call.x_TD, s.gate.block_m
+    to = (call.logits_TE, w.correction, call.routing)
+    lists = None if s.few else lists_of(*to, tiles_at_most(t * a, e, rows), rows)
+    if w.gate_up is not None and w.gate_up_scale is not None:
+        product = experts_w8a8_launch.product(w.gate_up, w.gate_up_scale, w.gate_up_bias, call.limit)
+        h_PF = call.x_TD.new_empty(t * a, f)
+        experts_w8a8_launch.launch(call.x_TD, *to, product, lists, h_PF, s.gate)
+    if w.down is None or w.down_scale is None:
+        return h_PF
+    parts_PD = call.x_TD.new_empty(t * a, d)
+    product = experts_w8a8_launch.product(w.down, w.down_scale, w.down_bias)
+    experts_w8a8_launch.launch(h_PF, *to, product, lists, parts_PD, s.down)
+    return _combined(call, parts_PD, None)
+
+
 def _options(x: Tensor, tiles: Tiles, factor: int) -> dict[str, int]:
     """Launch options of a product; `factor`: tiles of weights, or of pairs, that a stage holds."""
     stages = tiles.stages
@@ -176,19 +212,19 @@ def _options(x: Tensor, tiles: Tiles, factor: int) -> dict[str, int]:
     return {"num_warps": tiles.warps, "num_stages": stages}
 
 
-def is_proved(call: Call, s: Schedule | FewBits) -> bool:
-    """Whether `s` gives the bits of REFERENCE on this device; compared once for these sizes of the experts.
+def is_proved(call: Call, s: AnySchedule) -> bool:
+    """Whether `s` gives the bits of the reference on this device; compared once for these sizes of the experts.
 
     The kernels are ours and do not change with the number of tokens: one number stands for all.
     """
-    if s == REFERENCE:
+    if s in (REFERENCE, experts_w8a8_launch.REFERENCE):
         return True
     there = [x is not None for x in (*call.weights[:-1], call.shared_TD, call.gate_T1)]
     key = f"experts {call.x_TD.dtype} {call.sizes[1:]} {call.routing} {there} {call.limit > 0} {call.weights.group} {s}"
     return proved(call.x_TD.device, key, lambda: _compare(call, s))
 
 
-def _compare(call: Call, s: Schedule | FewBits) -> bool:
+def _compare(call: Call, s: AnySchedule) -> bool:
     """Random tokens under both schedules."""
     t, e, *_ = call.sizes
     width = call.x_TD.shape[1]
@@ -196,15 +232,15 @@ def _compare(call: Call, s: Schedule | FewBits) -> bool:
     generator = torch.Generator(x_XTD.device).manual_seed(e)
     logits_XTE = torch.randn(len(x_XTD), t, e, device=x_XTD.device, generator=generator)
 
-    def results(s: Schedule | FewBits) -> Tensor:
+    def results(s: AnySchedule) -> Tensor:
         pairs = zip(x_XTD, logits_XTE, strict=True)
         return torch.stack([run(call._replace(x_TD=plain(x), logits_TE=plain(z)), s) for x, z in pairs])
 
-    want_XTD = results(REFERENCE)
+    want_XTD = results(experts_w8a8_launch.REFERENCE if isinstance(s, Pairs) else REFERENCE)
     try:
         return same_bits(want_XTD, lambda: results(s))
     except Exception:
-        if isinstance(s, FewBits) or s.kind != "grouped":  # whatever a compiler says, it is not for this machine
+        if not isinstance(s, Schedule) or s.kind != "grouped":  # whatever a compiler says, it is not for this machine
             return False
         raise
 
@@ -220,13 +256,24 @@ def launch(
     if x.shape[0] == 0:
         return x.new_empty((0, width))
     weights = Weights(gate_up, down, gate_up_bias, down_bias, correction, gate_up_scale, down_scale, group)
-    call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, gate, limit)
+    call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, gate, limit, width)
+    if len(weights.in_fp8) == 1:
+        return best(call)
+    first, last = weights.halves()  # each by its own kernels
+    return best(call._replace(weights=last, x_TD=best(call._replace(weights=first, width=call.sizes[3]))))
+
+
+def best(call: Call) -> Tensor:
+    """The result under the first schedule that is proved. Pure."""
     return run(call, next((s for s in _candidates(call) if is_proved(call, s)), REFERENCE))
 
 
-def _candidates(call: Call) -> list[Schedule | FewBits]:
+def _candidates(call: Call) -> Sequence[AnySchedule]:
     """Schedules of a call, fastest first. Pure."""
     w, x = call.weights, call.x_TD
+    if True in w.in_fp8:
+        t, e, a, *_ = call.sizes
+        return experts_w8a8_launch.schedules(t * a, e)
     few_bits = w.gate_up_scale is not None and w.down_scale is not None and quantized_hopper.serves(x.device)
     hopper = w.gate_up is not None and w.down is not None and experts_hopper.usable(x, w.gate_up, w.down)
     found = schedules(*call.sizes, x.dtype, hopper, w.group if few_bits else 0)

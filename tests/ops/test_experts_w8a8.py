@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from torch import Tensor
 
-from fengine.ops import cpu, linear, quantized, w8a8
+from fengine.ops import activations, cpu, e4m3, experts_launch, linear, quantized, w8a8, w8a8_launch
 from fengine.ops.experts import Routing, Weights, experts, route_reference, weights_of
+from fengine.ops.experts_w8a8_launch import FEW, GROUPED, REFERENCE, Pairs
+from fengine.ops.proof import captured
 from fengine.ops.quantized import Codes
 
 GROUPS = ((0, 0), (128, 128), (32, 64), (0, 32))  # columns that share scales, of gate_up and of down
@@ -76,7 +79,9 @@ def test_a_token_alone_has_the_bits_of_the_batch(groups: tuple[int, int]):
     one = case(30, 5, 136, 200, groups)
     w, routing = packed(one), Routing(3, True, True, 2.5)
     whole = experts(one.x, one.logits, w, routing)
-    assert torch.equal(whole, torch.cat([experts(*row, w, routing) for row in zip(one.x.split(1), one.logits.split(1))]))
+    assert torch.equal(
+        whole, torch.cat([experts(*row, w, routing) for row in zip(one.x.split(1), one.logits.split(1), strict=True)])
+    )
     order = torch.randperm(30)
     assert torch.equal(whole[order], experts(one.x[order], one.logits[order], w, routing))
 
@@ -115,3 +120,88 @@ def test_one_matrix_in_fp8_beside_one_in_16_bits():
     h = experts(one.x, one.logits, half[0], Routing(3), width=128)
     assert torch.equal(got, experts(h, one.logits, half[1], Routing(3), width=192))
     assert torch.equal(h, experts(one.x, one.logits, packed(one)._replace(down=None), Routing(3), width=128))
+
+
+# -- Triton's kernels --------------------------------------------------------------------------------------------------
+
+
+def as_on_cuda(one: Case, device: str, dtype: torch.dtype, routing: Routing, biases: bool) -> experts_launch.Call:
+    e = one.logits.shape[1]
+
+    def matrices(codes: Codes) -> tuple[Tensor, Tensor]:
+        code, scale = (part.unflatten(0, (e, -1)) for part in (codes.code_NK, codes.scale_NG.float()))
+        return code.to(device), scale.mT.contiguous().to(device)
+
+    (gate_up, gate_up_scale), (down, down_scale) = matrices(one.gate_up), matrices(one.down)
+    both = [bias.to(device, dtype) for bias in one.biases] if biases else (None, None)
+    w = Weights(gate_up, down, *both, None, gate_up_scale, down_scale)
+    return experts_launch.Call(one.x.to(device, dtype), one.logits.to(device), w, routing, None, None, 0.0)
+
+
+def some(call: experts_launch.Call, rows: Any) -> experts_launch.Call:
+    return call._replace(x_TD=call.x_TD[rows].contiguous(), logits_TE=call.logits_TE[rows].contiguous())
+
+
+@starts_interpreter
+def test_kernels_in_the_interpreter():
+    run_interpreted(__file__, "-k", "triton")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_triton_kernels_are_the_op(groups: tuple[int, int]):
+    one, routing = case(5, 3, 72, 136, groups), Routing(2, not groups[0], bool(groups[0]), 2.5)
+    call = as_on_cuda(one, "cpu", torch.float32, routing, True)
+    want = experts(one.x, one.logits, packed(one), routing)
+    small = Pairs(False, w8a8_launch.Schedule(16, 64, True, 4, 2), w8a8_launch.Schedule(16, 32, False, 4, 2))
+    for s in (REFERENCE, small, FEW):
+        torch.testing.assert_close(experts_launch.run(call, s), want, rtol=1e-3, atol=1e-3)
+        alone = torch.cat([experts_launch.run(some(call, [t]), s) for t in (4, 2)])
+        assert torch.equal(alone, experts_launch.run(call, s)[[4, 2]])
+    first, last = call.weights.halves()
+    h_PF = experts_launch.best(call._replace(weights=first, width=72))
+    assert torch.equal(
+        experts_launch.best(call._replace(weights=last, x_TD=h_PF, width=136)), experts_launch.best(call)
+    )
+
+
+def by_dense_kernels(call: experts_launch.Call) -> Tensor:
+    """As `by_dense`, by the dense products' reference on the device; for the routing of one expert a token."""
+    w, expert_T = call.weights, call.logits_TE.argmax(-1)
+    assert w.gate_up is not None and w.down is not None and w.gate_up_scale is not None and w.down_scale is not None
+
+    def product(x_TK: Tensor, code_ENK: Tensor, scale_EGN: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
+        step, by_step = w8a8.tree_of(code_ENK.shape[2], scale_EGN.shape[1])
+        matrix = w8a8_launch.Matrix(code_ENK[expert], scale_EGN[expert], code_ENK.shape[1], step, by_step)
+        q = e4m3.launch(x_TK, step if by_step else x_TK.shape[1])
+        return w8a8_launch.run(*q, matrix, None, dtype, w8a8_launch.REFERENCE)
+
+    y_TD = torch.empty_like(call.x_TD)
+    for t, expert in enumerate(expert_T.tolist()):
+        h = activations.launch(product(call.x_TD[t : t + 1], w.gate_up, w.gate_up_scale, expert, call.x_TD.dtype))
+        y_TD[t] = product(h, w.down, w.down_scale, expert, torch.float32)[0].to(call.x_TD.dtype)
+    return y_TD
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+@pytest.mark.parametrize(("t", "e", "f", "d"), [(16, 5, 128, 256), (70, 12, 384, 640), (300, 6, 200, 264)])
+def test_on_a_device_all_schedules_have_the_bits_of_the_dense_products(
+    groups: tuple[int, int], t: int, e: int, f: int, d: int
+):
+    one = case(t, e, f, d, groups)
+    call = as_on_cuda(one, "cuda", torch.bfloat16, Routing(1), False)
+    got = experts_launch.run(call, REFERENCE)
+    assert torch.equal(got, by_dense_kernels(call))
+    exact = experts(one.x, one.logits, packed(one, False), Routing(1))
+    assert (got.cpu().float() - exact).norm() / exact.norm() < 0.02
+    call = as_on_cuda(one, "cuda", torch.bfloat16, Routing(3), True)
+    want = experts_launch.run(call, REFERENCE)
+    for s in (FEW, *(s for _, s in GROUPED)):
+        assert torch.equal(experts_launch.run(call, s), want), s
+        assert torch.equal(captured(lambda s=s: experts_launch.run(call, s)), want), s
+        assert torch.equal(experts_launch.run(some(call, [3]), s), want[3:4]), s
+        assert experts_launch.is_proved(call, s), s
+    first, last = call.weights.halves()
+    h_PF = experts_launch.best(call._replace(weights=first, width=f))
+    assert torch.equal(experts_launch.best(call._replace(weights=last, x_TD=h_PF, width=d)), want)
