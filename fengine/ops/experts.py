@@ -91,8 +91,8 @@ def _gated_reference(x_ET2F: Tensor, limit: float) -> Tensor:
 def on_cpu(
     x: Tensor, logits: Tensor, gate_up: Tensor | None, down: Tensor | None, shared: Tensor | None, gate: Tensor | None,
     correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_scale: Tensor | None,
-    down_scale: Tensor | None, group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float, limit: float,
-    width: int,
+    down_scale: Tensor | None, group: int, down_group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float,
+    limit: float, width: int,
 ) -> Tensor:  # fmt: skip
     """x [T, D], logits [T, E] -> [T, D]; gate_up [E, ceil(2F/32), D, 32], down [E, ceil(D/32), F, 32].
 
@@ -130,9 +130,9 @@ def fake(x: Tensor, logits: Tensor, down: Tensor | None, top_k: int, width: int)
 
 _op = register(
     "experts(Tensor x, Tensor logits, Tensor? gate_up, Tensor? down, Tensor? shared, Tensor? gate, Tensor? correction, "
-    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_scale, Tensor? down_scale, int group, int top_k, "
-    "bool renormalise, bool sigmoid, float scale, float limit, int width) -> Tensor",
-    launch, on_cpu, lambda x, logits, gate_up, down, *more: fake(x, logits, down, more[8], more[-1]),
+    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_scale, Tensor? down_scale, int group, int down_group, "
+    "int top_k, bool renormalise, bool sigmoid, float scale, float limit, int width) -> Tensor",
+    launch, on_cpu, lambda x, logits, gate_up, down, *more: fake(x, logits, down, more[9], more[-1]),
 )  # fmt: skip
 
 
@@ -142,9 +142,9 @@ def weights_of(gate_up: linear_op.Leaf, down: linear_op.Leaf, gate_up_bias: Tens
     ranks = gate_up.group if isinstance(gate_up, Columns) else None
     leaves: Any = [leaf.leaf if isinstance(leaf, Columns) else leaf for leaf in (gate_up, down)]
     gate_up_scale, down_scale = (getattr(leaf, "scale", None) for leaf in leaves)
-    group = max(leaf.group if isinstance(leaf, Quantized) else 0 for leaf in leaves)
+    groups = (leaf.group if isinstance(leaf, Quantized) else 0 for leaf in leaves)
     biases = (gate_up_bias, down_bias, correction)
-    return Weights(leaves[0].packed, leaves[1].packed, *biases, gate_up_scale, down_scale, group), ranks
+    return Weights(leaves[0].packed, leaves[1].packed, *biases, gate_up_scale, down_scale, *groups), ranks
 
 
 def experts(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routing, shared_TD: Tensor | None = None,
@@ -156,8 +156,8 @@ def experts(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routing,
     """
     return _op(
         x_TD, logits_TE, weights.gate_up, weights.down, shared_TD, gate_T1, weights.correction, weights.gate_up_bias,
-        weights.down_bias, weights.gate_up_scale, weights.down_scale, weights.group, *routing, limit,
-        width or x_TD.shape[1],
+        weights.down_bias, weights.gate_up_scale, weights.down_scale, weights.group, weights.down_group,
+        *routing, limit, width or x_TD.shape[1],
     )  # fmt: skip
 
 
@@ -173,9 +173,8 @@ def moe(
     logits_TE = linear_op.linear(x_TD, router, router_bias_E, out_dtype=torch.float32)
     if ranks is None:
         return experts(x_TD, logits_TE, weights, routing, shared_TD, gate_T1, limit)
-    first = weights._replace(down=None, down_bias=None)
+    first, last = weights.halves()
     h_PF = gather(experts(x_TD, logits_TE, first, routing, limit=limit, width=size // ranks.size), size, ranks)
     d = x_TD.shape[1] // ranks.size
     shared_TD = None if shared_TD is None else shared_TD.narrow(1, ranks.rank * d, d)
-    last = weights._replace(gate_up=None, gate_up_bias=None)
     return gather(experts(h_PF, logits_TE, last, routing, shared_TD, gate_T1, width=d), x_TD.shape[1], ranks)

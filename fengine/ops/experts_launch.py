@@ -20,8 +20,8 @@ AnySchedule = Schedule | FewBits | Pairs
 
 
 class Weights(NamedTuple):
-    """Experts' weights as linear's `pack(w).packed`, in few bits as `Fragments` in groups of so many columns, or those
-    of a `W8A8`.
+    """Experts' weights as linear's `pack(w).packed`, in few bits as `Fragments` in groups of so many columns (of the
+    down product's matrix: `down_group`), or those of a `W8A8`.
 
     Biases are [E, 2F] and [E, D]; correction is float32 [E]. One of the matrices: the half of a call.
     """
@@ -34,6 +34,7 @@ class Weights(NamedTuple):
     gate_up_scale: Tensor | None = None
     down_scale: Tensor | None = None
     group: int = 0
+    down_group: int = 0
 
     def halves(self) -> tuple["Weights", "Weights"]:
         """Those of the gated products, and those of what follows. Pure."""
@@ -49,13 +50,13 @@ class Weights(NamedTuple):
         """The matrices dequantized to scratch. Pure."""
         _, e, _, f, d = sizes
 
-        def matrices(w: Tensor | None, scale: Tensor | None, n: int, gated: bool) -> Tensor | None:
+        def matrices(w: Tensor | None, scale: Tensor | None, n: int, group: int, gated: bool) -> Tensor | None:
             if w is None or scale is None:
                 return w
-            return fragments.unpack(Fragments(w, scale), n, self.group, gated).view(e, n, -1)
+            return fragments.unpack(Fragments(w, scale), n, group, gated).view(e, n, -1)
 
-        gate_up = matrices(self.gate_up, self.gate_up_scale, 2 * f, True)
-        down = matrices(self.down, self.down_scale, d, False)
+        gate_up = matrices(self.gate_up, self.gate_up_scale, 2 * f, self.group, True)
+        down = matrices(self.down, self.down_scale, d, self.down_group, False)
         return self._replace(gate_up=gate_up, down=down, gate_up_scale=None, down_scale=None)
 
 
@@ -89,7 +90,7 @@ def run(call: Call, s: AnySchedule) -> Tensor:
     if isinstance(s, Pairs):
         return _in_fp8(call, s)
     if isinstance(s, FewBits):
-        return many(call, s)
+        return _few_bits(call, s)
     call = call._replace(weights=call.weights.whole(call.sizes))
     return few(call, s) if s.kind == "few" else many(call, s)
 
@@ -113,12 +114,10 @@ def few(call: Call, s: Schedule) -> Tensor:
     return y_TD
 
 
-def many(call: Call, s: Schedule | FewBits) -> Tensor:
+def many(call: Call, s: Schedule) -> Tensor:
     """Lists of each expert's pairs, and products over them. Pure."""
     t, _, a, f, d = call.sizes
     x_TD, w = call.x_TD, call.weights
-    if isinstance(s, FewBits):
-        return _combined(call, _few_bits(call, s), None)
     found = routed(call.logits_TE, w.correction, call.routing, s.kind == "hopper")
     if s.kind == "hopper":
         return _combined(call, *_sorted(call, s, found))
@@ -172,17 +171,19 @@ def _sorted(call: Call, s: Schedule, found: Routed) -> tuple[Tensor, tuple[Tenso
 
 
 def _few_bits(call: Call, s: FewBits) -> Tensor:
-    """Parts of the pairs, in their order. Pure."""
+    """Both products, or the one that there is, of weights in four bits. Pure."""
     t, e, a, f, d = call.sizes
-    w, rows = call.weights, s.gate.block_m
-    tiles = tiles_at_most(t * a, e, rows)
+    w, h, rows = call.weights, call.x_TD, s.gate.block_m
+    tiles, half = tiles_at_most(t * a, e, rows), w.gate_up is None or w.down is None
     lists = quantized_hopper.Lists(*lists_of(call.logits_TE, w.correction, call.routing, tiles, rows), a)
-    assert w.gate_up is not None and w.down is not None and w.gate_up_scale is not None and w.down_scale is not None
-    h_XF, parts_PD = call.x_TD.new_empty(tiles * rows, f), call.x_TD.new_empty(t * a, d)
-    gate_up, down = Fragments(w.gate_up, w.gate_up_scale), Fragments(w.down, w.down_scale)
-    quantized_hopper.launch(call.x_TD, gate_up, w.group, w.gate_up_bias, h_XF, s.gate, lists, True, call.limit)
-    quantized_hopper.launch(h_XF, down, w.group, w.down_bias, parts_PD, s.down, lists)
-    return parts_PD
+    if w.gate_up is not None and w.gate_up_scale is not None:
+        h, of_w = call.x_TD.new_empty(t * a if half else tiles * rows, f), Fragments(w.gate_up, w.gate_up_scale)
+        quantized_hopper.launch(call.x_TD, of_w, w.group, w.gate_up_bias, h, s.gate, lists, True, call.limit, half)
+    if w.down is None or w.down_scale is None:
+        return h
+    parts_PD, of_w = call.x_TD.new_empty(t * a, d), Fragments(w.down, w.down_scale)
+    quantized_hopper.launch(h, of_w, w.down_group, w.down_bias, parts_PD, s.down, lists, half=half)
+    return _combined(call, parts_PD, None)
 
 
 def _in_fp8(call: Call, s: Pairs) -> Tensor:
@@ -219,8 +220,10 @@ def is_proved(call: Call, s: AnySchedule) -> bool:
     """
     if s in (REFERENCE, experts_w8a8_launch.REFERENCE):
         return True
-    there = [x is not None for x in (*call.weights[:-1], call.shared_TD, call.gate_T1)]
-    key = f"experts {call.x_TD.dtype} {call.sizes[1:]} {call.routing} {there} {call.limit > 0} {call.weights.group} {s}"
+    w = call.weights
+    there = [x is not None for x in (*w[:-2], call.shared_TD, call.gate_T1)]
+    facts = f"{there} {call.limit > 0} {w.group} {w.down_group}"
+    key = f"experts {call.x_TD.dtype} {call.sizes[1:]} {call.routing} {facts} {s}"
     return proved(call.x_TD.device, key, lambda: _compare(call, s))
 
 
@@ -248,14 +251,15 @@ def _compare(call: Call, s: AnySchedule) -> bool:
 def launch(
     x: Tensor, logits: Tensor, gate_up: Tensor | None, down: Tensor | None, shared: Tensor | None, gate: Tensor | None,
     correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_scale: Tensor | None,
-    down_scale: Tensor | None, group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float, limit: float,
-    width: int,
+    down_scale: Tensor | None, group: int, down_group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float,
+    limit: float, width: int,
 ) -> Tensor:  # fmt: skip
     x, logits = plain(x), plain(logits)
     shared, gate = (None if t is None else plain(t) for t in (shared, gate))
     if x.shape[0] == 0:
         return x.new_empty((0, width))
-    weights = Weights(gate_up, down, gate_up_bias, down_bias, correction, gate_up_scale, down_scale, group)
+    scales = (gate_up_scale, down_scale, group, down_group)
+    weights = Weights(gate_up, down, gate_up_bias, down_bias, correction, *scales)
     call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, gate, limit, width)
     if len(weights.in_fp8) == 1:
         return best(call)
@@ -274,9 +278,12 @@ def _candidates(call: Call) -> Sequence[AnySchedule]:
     if True in w.in_fp8:
         t, e, a, *_ = call.sizes
         return experts_w8a8_launch.schedules(t * a, e)
-    few_bits = w.gate_up_scale is not None and w.down_scale is not None and quantized_hopper.serves(x.device)
+    few_bits = all(
+        scale is not None for m, scale in ((w.gate_up, w.gate_up_scale), (w.down, w.down_scale)) if m is not None
+    )
     hopper = w.gate_up is not None and w.down is not None and experts_hopper.usable(x, w.gate_up, w.down)
-    found = schedules(*call.sizes, x.dtype, hopper, w.group if few_bits else 0)
+    few_bits = few_bits and quantized_hopper.serves(x.device)
+    found = schedules(*call.sizes, x.dtype, hopper, max(w.group, w.down_group) if few_bits else 0)
     if w.gate_up is None or w.down is None:  # what lies between the halves is in the order of pairs
-        return [s for s in found if isinstance(s, Schedule) and s.kind == "grouped"]
+        return [s for s in found if isinstance(s, FewBits) or s.kind == "grouped"]
     return found

@@ -206,16 +206,17 @@ def _fours(code_NK: Tensor) -> Tensor:
 def pack_experts(codes: Codes, experts: int, gated: bool, dtype: torch.dtype) -> Quantized | None:
     """The layout of matrices below each other, one an expert, of gate above up if `gated`. None: to be whole. Pure."""
     n, k = len(codes.code_NK) // experts, codes.code_NK.shape[1]
-    if not quantized_hopper.serves(codes.code_NK.device) or codes.index_K is not None or n // (1 + gated) % 64:
+    if not quantized_hopper.serves(codes.code_NK.device) or codes.index_K is not None or n % (1 + 15 * gated):
         return None
     if not fragments.fit(codes.kind, k, codes.group, codes.scale_NG, dtype):
         return None
-    parts = codes.code_NK, codes.scale_NG, codes.zero_NG
-    code_RK, scale_RG, zero_RG = (
-        fragments.alternated(part, experts) if gated and part is not None else part for part in parts
-    )
-    assert code_RK is not None and scale_RG is not None
-    f = fragments.pack(codes.kind, code_RK, scale_RG, zero_RG)
+
+    def whole_blocks(part: Tensor, fill: float = 0) -> Tensor:
+        part = fragments.alternated(part, experts) if gated else part
+        return pad(part.unflatten(0, (experts, n)), (0, 0, 0, -n % 64), value=fill).flatten(0, 1)
+
+    zero_RG = None if codes.zero_NG is None else whole_blocks(codes.zero_NG)
+    f = fragments.pack(codes.kind, whole_blocks(codes.code_NK), whole_blocks(codes.scale_NG, 1.0), zero_RG)
     return Quantized(f.words, f.scales, None, None, n, codes.group, codes.kind, dtype)
 
 

@@ -66,15 +66,17 @@ def serves(device: torch.device) -> bool:
 
 
 def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, s: Tiles, lists: Lists | None = None,
-           gated: bool = False, limit: float = 0.0) -> None:  # fmt: skip
+           gated: bool = False, limit: float = 0.0, half: bool = False) -> None:  # fmt: skip
     """y = x @ w.T + bias. With lists: of each tile's expert, gated, of tokens x [T, K], or of rows x [X, K], times
-    their weights. Modifies: y."""
+    their weights. What lies between the two is in the order of tiles; of pairs where there is one `half`. Modifies: y.
+    """
     experts = 1 if lists is None else len(lists.count_E)
     blocks, chunks, (m, n), words = w.words.shape[0] // experts, w.words.shape[1], y.shape, w.scales.shape[1]
     per_piece = (32 if group == 32 else 4096 // group) * s.chunks
     rows = -(-m // s.block_m) if lists is None else len(lists.tile_X2)
     tiles = rows * -(-blocks // s.blocks)
-    loaders = 2 if gated and s.block_m >= 64 else 1
+    gather, box = gated or half, 16 * (s.chunks if s.blocks == 1 else 1)
+    loaders = 2 if gather and s.block_m >= 64 else 1
     warps = 4 * s.blocks
     registers = {} if s.programs == 1 else {"maxnreg": 65536 // (32 * (warps + 4) * s.programs) // 8 * 8}
     sums = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8]) if s.sync else gl.NVMMADistributedLayout(
@@ -82,12 +84,12 @@ def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, 
     )  # fmt: skip
     own = (None, None, None, None, 1) if lists is None else lists
     launcher(few_bits_kernel, (min(tiles, multiprocessors(x.device.index) * s.programs),))(
-        x if gated else describe(x, s.block_m, 64), describe(w.words.view(-1, 32), 16 * (s.chunks if warps == 4 else 1),
-        32), w.scales, y, bias, *own[:4], tiles, rows, m, 1 if lists is None else lists.rows_ET.shape[1], experts, n,
-        x.shape[1], blocks, chunks, words, limit, own[4], group == 32, group, per_piece,
-        1 << (per_piece - 1).bit_length(), s.chunks, s.block_m, s.blocks, lists is not None, gated, bias is not None,
-        limit > 0, gl.bfloat16, sums, s.sync, loaders, s.stages, num_warps=warps,
-        launch_pdl=bool(dependent_launch(x.device.index, EARLY)["PDL"]), **registers
+        x if gather else describe(x, s.block_m, 64), describe(w.words.view(-1, 32), box, 32), w.scales, y, bias,
+        *own[:4], tiles, rows, m, 1 if lists is None else lists.rows_ET.shape[1], experts, n, x.shape[1], blocks,
+        chunks, words, limit, own[4] if gated else 1, group == 32, group, per_piece,
+        1 << (per_piece - 1).bit_length(), s.chunks, s.block_m, s.blocks, lists is not None, gather, gated,
+        lists is not None and (half or not gated), bias is not None, limit > 0, gl.bfloat16, sums, s.sync, loaders,
+        s.stages, num_warps=warps, launch_pdl=bool(dependent_launch(x.device.index, EARLY)["PDL"]), **registers
     )  # fmt: skip
 
 
@@ -118,15 +120,15 @@ def add_chunk(w, x_tile, acc, SUMS: gl.constexpr, SYNC: gl.constexpr):
 
 @gluon.jit
 def beside(bias_ptr, rows_ptr, count_ptr, weight_ptr, expert, block, first, line, M, T, N, BM: gl.constexpr,
-           PARTS: gl.constexpr, GROUPED: gl.constexpr, GATHER: gl.constexpr, BIAS: gl.constexpr, SUMS: gl.constexpr,
+           PARTS: gl.constexpr, GATED: gl.constexpr, PAIRS: gl.constexpr, BIAS: gl.constexpr, SUMS: gl.constexpr,
            LINES: gl.constexpr):  # fmt: skip
     """What a tile's sums meet: biases of its outputs, weights of its pairs, the rows of y, and whether they are real.
-    Rows of gated products lie together; those of an expert's results are its pairs."""
+    PAIRS: the rows are the tile's pairs, else they lie together."""
     i = gl.arange(0, 64 * PARTS, layout=gl.SliceLayout(1, SUMS))
     bias = gl.zeros([64 * PARTS], gl.float32, gl.SliceLayout(1, SUMS))
     weight = gl.zeros([BM], gl.float32, gl.SliceLayout(0, SUMS))
     if BIAS:
-        if GATHER:  # rows of gate and up alternate in eights
+        if GATED:  # rows of gate and up alternate in eights
             own = block * 32 * PARTS + i // 16 * 8 + i % 8
             at = (expert * 2 + i // 8 % 2) * N + own
         else:
@@ -135,7 +137,7 @@ def beside(bias_ptr, rows_ptr, count_ptr, weight_ptr, expert, block, first, line
         bias = gl.load(bias_ptr + at, mask=own < N, other=0.0).to(gl.float32)
     row = line + gl.arange(0, BM, layout=gl.SliceLayout(1, LINES))
     real = row < M
-    if GROUPED and not GATHER:
+    if PAIRS:
         count = gl.load(count_ptr + expert)
         pairs = rows_ptr + expert.to(gl.int64) * T
         at = first + gl.arange(0, BM, layout=gl.SliceLayout(0, SUMS))
@@ -150,14 +152,14 @@ def beside(bias_ptr, rows_ptr, count_ptr, weight_ptr, expert, block, first, line
 def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, weight_ptr, TILES, MT,
              M, T, E, N, blocks, chunks, limit, FP: gl.constexpr, GROUP: gl.constexpr, PIECE: gl.constexpr,
              KS: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, GROUPED: gl.constexpr, GATHER: gl.constexpr,
-             BIAS: gl.constexpr, LIMITED: gl.constexpr, SUMS: gl.constexpr, SYNC: gl.constexpr,
-             STAGES: gl.constexpr):  # fmt: skip
+             GATED: gl.constexpr, PAIRS: gl.constexpr, BIAS: gl.constexpr, LIMITED: gl.constexpr,
+             SUMS: gl.constexpr, SYNC: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Groups of four warps: 64 outputs of every tile each, for its BM rows of x."""
     DTYPE: gl.constexpr = x_ring.dtype
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4 * PARTS, 1], [1, 0])
     WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 2, 4], [4 * PARTS, 1, 1], [2, 1, 0])
-    WIDTH: gl.constexpr = 64 * PARTS // (1 + GATHER)
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4 * (1 + GATHER) // PARTS, 8 * PARTS // (1 + GATHER)],
+    WIDTH: gl.constexpr = 64 * PARTS // (1 + GATED)
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4 * (1 + GATED) // PARTS, 8 * PARTS // (1 + GATED)],
                                            [4 * PARTS, 1], [1, 0])  # fmt: skip
     PER: gl.constexpr = (GROUP + 63) // 64  # chunks that share scales
     UNIT: gl.constexpr = 2 - FP  # of 32 words
@@ -169,7 +171,7 @@ def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, tile_ptr, row
         if expert < E:
             if SYNC:  # asked for now, as each load waits for the one before; many rows have no registers for it
                 bias, weight, row, real = beside(bias_ptr, rows_ptr, count_ptr, weight_ptr, expert, block, first, line,
-                                                 M, T, N, BM, PARTS, GROUPED, GATHER, BIAS, SUMS, LINES)  # fmt: skip
+                                                 M, T, N, BM, PARTS, GATED, PAIRS, BIAS, SUMS, LINES)  # fmt: skip
             acc = gl.zeros([64 * PARTS, BM], gl.float32, SUMS)
             for piece in range(0, gl.cdiv(chunks, KS)):
                 slot = n % STAGES
@@ -195,10 +197,10 @@ def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, tile_ptr, row
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(empty.index((n - 1) % STAGES))
                 bias, weight, row, real = beside(bias_ptr, rows_ptr, count_ptr, weight_ptr, expert, block, first, line,
-                                                 M, T, N, BM, PARTS, GROUPED, GATHER, BIAS, SUMS, LINES)  # fmt: skip
+                                                 M, T, N, BM, PARTS, GATED, PAIRS, BIAS, SUMS, LINES)  # fmt: skip
             if BIAS:
                 acc += bias[:, None]
-            if GATHER:
+            if GATED:
                 y = gated(acc, limit, DTYPE, LIMITED, BM, PARTS)
             else:
                 if GROUPED:
@@ -214,11 +216,11 @@ def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, tile_ptr, row
 def few_bits_kernel(x, w_desc, scale_ptr, y_ptr, bias_ptr, rows_ptr, count_ptr, tile_ptr, weight_ptr, TILES, MT, M, T,
                     E, N, K, blocks, chunks, words, limit, A: gl.constexpr, FP: gl.constexpr, GROUP: gl.constexpr,
                     WORDS: gl.constexpr, PIECE: gl.constexpr, KS: gl.constexpr, BM: gl.constexpr,
-                    PARTS: gl.constexpr, GROUPED: gl.constexpr, GATHER: gl.constexpr, BIAS: gl.constexpr,
-                    LIMITED: gl.constexpr, DTYPE: gl.constexpr, SUMS: gl.constexpr, SYNC: gl.constexpr,
-                    LOADERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """y of tiles of PARTS * 64 outputs and BM rows, one after another. GROUPED: of experts; GATHER: the gated product
-    of rows that a list names, else one weighted. x: a pointer if GATHER, else a descriptor."""
+                    PARTS: gl.constexpr, GROUPED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
+                    PAIRS: gl.constexpr, BIAS: gl.constexpr, LIMITED: gl.constexpr, DTYPE: gl.constexpr,
+                    SUMS: gl.constexpr, SYNC: gl.constexpr, LOADERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """y of tiles of PARTS * 64 outputs and BM rows, one after another. GROUPED: of experts; GATHER: of rows that a list
+    names; GATED: the gated product, else one weighted. x: a pointer if GATHER, else a descriptor."""
     if not GATHER:  # else when the lists are there: the kernel behind begins with them
         gdc_launch_dependents()
     X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, 64], DTYPE)
@@ -240,7 +242,7 @@ def few_bits_kernel(x, w_desc, scale_ptr, y_ptr, bias_ptr, rows_ptr, count_ptr, 
         [
             (multiply, (y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, weight_ptr,
                         TILES, MT, M, T, E, N, blocks, chunks, limit, FP, GROUP, PIECE, KS, BM, PARTS, GROUPED, GATHER,
-                        BIAS, LIMITED, SUMS, SYNC, STAGES)),
+                        GATED, PAIRS, BIAS, LIMITED, SUMS, SYNC, STAGES)),
             (copy_weights, (w_desc, scale_ptr, w_ring, copied, full, empty, tile_ptr, TILES, MT, E, blocks, chunks,
                             words, KS, WORDS, PIECE, BM, PARTS, GROUPED, GATHER, STAGES)),
             (copy_x, (x, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, TILES, MT, T, E, blocks, chunks, K, A, KS,

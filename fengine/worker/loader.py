@@ -188,7 +188,7 @@ def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement
     """Joins a rank's parts of a leaf on the device; matrices in the device's layout. The storage can be given back."""
     dtype, group = placement.of(weight), placement.group
     cut = group if weight.shard else None
-    if (leaf := _in_few_bits(weight, stored, placement, cut is not None)) is not None:
+    if (leaf := _in_few_bits(weight, stored, placement)) is not None:
         return leaf if cut is None else columns(weight, leaf, cut)
     parts = [whole(part, placement.device, dtype) for part in stored]
     joined = torch.cat(parts) if len(parts) > 1 else parts[0] if cut is None else parts[0].clone()
@@ -201,7 +201,7 @@ def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement
 
 
 def _in_few_bits(
-    weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement, cut: bool
+    weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement
 ) -> linear.Leaf | quantized.Quantized | None:
     """The leaf of parts that are all in few bits and can be joined so; None: they are to be whole. Pure."""
     parts = [part.to(placement.device) for part in stored if isinstance(part, Codes)]
@@ -210,7 +210,7 @@ def _in_few_bits(
     if codes is not None and codes.kind == "w8a8":
         return w8a8.pack(codes, experts)
     if codes is not None and experts:
-        return None if cut else quantized.pack_experts(codes, experts, weight.path[-1] == "wexperts_gate_up", dtype)
+        return quantized.pack_experts(codes, experts, weight.path[-1] == "wexperts_gate_up", dtype)
     return None if codes is None else quantized.pack(codes, dtype)
 
 

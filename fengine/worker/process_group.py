@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fengine.config import EngineConfig
-from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.errors import ConfigError
 from fengine.models.kv_state import Params, Tensors
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import VOCAB_BLOCK
@@ -21,7 +21,6 @@ from fengine.ops import edges, peers
 from fengine.ops.columns import Group, distributed, share
 from fengine.ops.copy_engines import Dock, Memory, dock_bytes
 from fengine.ops.exchange import Mail, inbox_bytes
-from fengine.worker.device import device_of
 from fengine.worker.peer_memory import inboxes
 from fengine.worker.step import Sampled, SampleFn, UnembedFn, sample_rows
 from fengine.worker.step_input import LogitsStage, StepInput
@@ -38,8 +37,6 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
     if size == 1:
         return
     found = spec.experts
-    if found and spec.quantization and device_of(config) != "cpu":
-        raise UnsupportedFeatureError(f"parallel.tp_size={size} with quantized experts on GPUs is not built; use 1")
     shared = {
         "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
         "hidden_size": spec.hidden_size,

@@ -269,6 +269,68 @@ def test_weights_in_few_bits_give_the_bits_of_the_dequantized_ones(kind: str, gr
             assert experts_launch.is_proved(part, s), s
 
 
+def of_ranks(call: experts_launch.Call, kind: str, group: int, size: int) -> list[tuple[Any, Any]]:
+    """Of each rank the leaves of its columns of gate_up and of down: [(in few bits, dequantized)] of both."""
+    found, w = [], call.weights
+    for rank in range(size):
+        both = []
+        for matrix, gated in ((w.gate_up, True), (w.down, False)):
+            own = torch.cat([half.chunk(size, 1)[rank] for half in matrix.chunk(1 + gated, 1)], 1)
+            codes = quantized.encoded(own.flatten(0, 1), kind, group)
+            dense = Dense(quantized.dequantized(codes, torch.bfloat16).view(own.shape), own.shape[1])
+            both.append((quantized.pack_experts(codes, len(own), gated, torch.bfloat16), dense))
+        found.append(tuple(both))
+    return found
+
+
+def half_of(call: experts_launch.Call, leaf: Any, gated: bool, x: Tensor | None = None) -> experts_launch.Call:
+    """A rank's half of a call, over what all ranks' first halves gave."""
+    none = Dense(torch.empty(0), 0)
+    first, last = op.weights_of(leaf, none, None, None, None)[0], op.weights_of(none, leaf, None, None, None)[0]
+    width = leaf.n // (1 + gated)
+    w = first.halves()[0] if gated else last.halves()[1]
+    return call._replace(weights=w, width=width, limit=call.limit * gated, x_TD=call.x_TD if x is None else x)
+
+
+@interpreted
+def test_columns_of_ranks_in_few_bits_are_packed_by_whole_blocks(monkeypatch: pytest.MonkeyPatch):
+    """Of each expert; what fills the last one is not part of a matrix."""
+    monkeypatch.setattr(quantized_hopper, "serves", lambda device: True)
+    call = case(3, 3, 128, 192, torch.bfloat16, op.Routing(2), False)
+    for kind, group, size in (("fp4", 32, 2), ("int4", 64, 4)):
+        for gate_up, down in of_ranks(call, kind, group, size):
+            part = half_of(call, gate_up[0], True)
+            assert gate_up[0].packed.dim() == 4 and part.sizes[3:] == (128 // size, 192)
+            near(part.weights.whole(part.sizes).gate_up, gate_up[1].packed)
+            part = half_of(call, down[0], False, torch.empty(6, 128))
+            assert down[0].packed.shape[0] == 3 * -(-192 // size // 64) and part.sizes[3:] == (128, 192 // size)
+            near(part.weights.whole(part.sizes).down, down[1].packed)
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=0)  # the interpreter does not round to the nearest
+
+
+@gpu
+@pytest.mark.parametrize(("kind", "group", "f", "d"), [("fp4", 32, 320, 448), ("int4", 64, 256, 512)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_columns_of_ranks_in_few_bits_have_the_bits_of_the_dequantized_ones(
+    kind: str, group: int, f: int, d: int, size: int
+):
+    call = case(300, 12, f, d, torch.bfloat16, op.Routing(4), False, 7.0)
+    for gate_up, down in of_ranks(call, kind, group, size):
+        h = torch.randn(300 * 4, f, device=DEVICE).bfloat16()
+        for rows in (slice(0, 1), slice(3, 20), slice(0, 129), slice(0, 300)):
+            pairs = slice(rows.start * 4, rows.stop * 4)
+            for leaf, gated, x in ((gate_up, True, call.x_TD[rows]), (down, False, h[pairs])):
+                part, whole = (half_of(some(call, rows), one, gated, x.contiguous()) for one in leaf)
+                bits = experts_launch.run(whole, REFERENCE)
+                for s in [of_whole_groups(s, group) for _, s in FEW_BITS]:
+                    assert experts_launch.run(part, s).equal(bits), (rows, gated, s)
+                    assert experts_launch.is_proved(part, s), s
+                assert experts_launch.best(part).equal(bits)
+
+
 @gpu
 def test_grouped_is_ungrouped_in_order_of_ids():
     """Bit for bit. Controls: the order of the router's choice, and the sum over F in two halves.

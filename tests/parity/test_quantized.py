@@ -1,5 +1,6 @@
 """Quantized checkpoints: each reader, packing and odd size gives the bits of the dequantized checkpoint."""
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -236,6 +237,24 @@ def test_experts_of_mxfp4_are_the_dequantized_ones(tmp_path: Path) -> None:
         want = linear.unpack(got).flatten(0, 1)
         order = fragments.alternated(want, len(got.packed)) if path.endswith("gate_up") else want
         assert torch.equal(matrix, order)
+
+
+def test_ranks_of_gpus_hold_their_columns_in_few_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, plain = mxfp4(tmp_path)
+    _, spec = load(target)
+    monkeypatch.setattr(quantized_hopper, "serves", lambda device: True)
+    few, dense = (
+        on_ranks(2, tmp_path, lambda group, of=of, spec=spec: load_params(of, spec, group=group)["layers"][0])
+        for of, spec in ((target, spec), (plain, load(plain)[1]))
+    )
+    for rank, name in itertools.product(range(2), ("wexperts_gate_up", "wexperts_down")):
+        leaf, want = few[rank][name].leaf, linear.unpack(dense[rank][name].leaf)  # [E, N, K]
+        assert isinstance(leaf, Quantized) and leaf.n == want.shape[1]
+        code, scale, _ = made.from_fragments(leaf.packed, leaf.scale, 32)
+        matrix = torch.from_numpy(made.E2M1[code] * scale.repeat(32, 1)).bfloat16().unflatten(0, (len(want), -1))
+        if name.endswith("gate_up"):
+            want = fragments.alternated(want.flatten(0, 1), len(want)).view(want.shape)
+        assert torch.equal(matrix[:, : leaf.n], want)
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "awq", "at load", "dummy"])
