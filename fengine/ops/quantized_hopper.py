@@ -49,6 +49,12 @@ class Tiles(NamedTuple):
     programs: int
     sync: bool
 
+    @property
+    def registers(self) -> dict[str, int]:
+        """The launch option by which so many programs find room."""
+        threads = 32 * (4 * self.blocks + 4) * self.programs
+        return {} if self.programs == 1 else {"maxnreg": 65536 // threads // 8 * 8}
+
 
 class Lists(NamedTuple):
     """Who goes where among experts: see experts_routing.py. Tiles have as many rows as those of the product."""
@@ -78,7 +84,6 @@ def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, 
     gather, box = gated or half, 16 * (s.chunks if s.blocks == 1 else 1)
     loaders = 2 if gather and s.block_m >= 64 else 1
     warps = 4 * s.blocks
-    registers = {} if s.programs == 1 else {"maxnreg": 65536 // (32 * (warps + 4) * s.programs) // 8 * 8}
     sums = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8]) if s.sync else gl.NVMMADistributedLayout(
         [3, 0], [warps, 1], [16, s.block_m, 16]
     )  # fmt: skip
@@ -89,7 +94,7 @@ def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, 
         chunks, words, limit, own[4] if gated else 1, group == 32, group, per_piece,
         1 << (per_piece - 1).bit_length(), s.chunks, s.block_m, s.blocks, lists is not None, gather, gated,
         lists is not None and (half or not gated), bias is not None, limit > 0, gl.bfloat16, sums, s.sync, loaders,
-        s.stages, num_warps=warps, launch_pdl=bool(dependent_launch(x.device.index, EARLY)["PDL"]), **registers
+        s.stages, num_warps=warps, launch_pdl=bool(dependent_launch(x.device.index, EARLY)["PDL"]), **s.registers
     )  # fmt: skip
 
 
