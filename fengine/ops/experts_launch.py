@@ -189,18 +189,21 @@ def _few_bits(call: Call, s: FewBits) -> Tensor:
 def _in_fp8(call: Call, s: Pairs) -> Tensor:
     """Both products, or the one that there is, in FP8. Pure."""
     t, e, a, f, d = call.sizes
-    w, h_PF, rows = call.weights, call.x_TD, s.gate.block_m
-    to = (call.logits_TE, w.correction, call.routing)
+    w, h, rows = call.weights, call.x_TD, s.gate.block_m
+    to, half = (call.logits_TE, w.correction, call.routing), w.gate_up is None or w.down is None
     lists = None if s.few else lists_of(*to, tiles_at_most(t * a, e, rows), rows)
     if w.gate_up is not None and w.gate_up_scale is not None:
         product = experts_w8a8_launch.product(w.gate_up, w.gate_up_scale, w.gate_up_bias, call.limit)
-        h_PF = call.x_TD.new_empty(t * a, f)
-        experts_w8a8_launch.launch(call.x_TD, *to, product, lists, h_PF, s.gate)
+        between = (
+            len(lists[2]) * rows if lists and isinstance(s.gate, experts_w8a8_launch.Tiles) and not half else t * a
+        )
+        h = call.x_TD.new_empty(between, f)
+        experts_w8a8_launch.launch(call.x_TD, *to, product, lists, h, s.gate, half)
     if w.down is None or w.down_scale is None:
-        return h_PF
+        return h
     parts_PD = call.x_TD.new_empty(t * a, d)
     product = experts_w8a8_launch.product(w.down, w.down_scale, w.down_bias)
-    experts_w8a8_launch.launch(h_PF, *to, product, lists, parts_PD, s.down)
+    experts_w8a8_launch.launch(h, *to, product, lists, parts_PD, s.down, half)
     return _combined(call, parts_PD, None)
 
 
@@ -277,7 +280,9 @@ def _candidates(call: Call) -> Sequence[AnySchedule]:
     w, x = call.weights, call.x_TD
     if True in w.in_fp8:
         t, e, a, *_ = call.sizes
-        return experts_w8a8_launch.schedules(t * a, e)
+        there = ((w.gate_up, w.gate_up_scale), (w.down, w.down_scale))
+        hopper = all(experts_w8a8_launch.on_hopper(*matrix) for matrix in there)
+        return experts_w8a8_launch.schedules(t * a, e, hopper)
     few_bits = all(
         scale is not None for m, scale in ((w.gate_up, w.gate_up_scale), (w.down, w.down_scale)) if m is not None
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fengine.ops import activations, cpu, e4m3, experts_launch, linear, quantized, w8a8, w8a8_launch
 from fengine.ops.experts import Routing, Weights, experts, route_reference, weights_of
-from fengine.ops.experts_w8a8_launch import FEW, GROUPED, REFERENCE, Pairs
+from fengine.ops.experts_w8a8_launch import FEW, GROUPED, HOPPER, REFERENCE, Pairs, on_hopper
 from fengine.ops.proof import captured
 from fengine.ops.quantized import Codes
 
@@ -185,7 +185,7 @@ def by_dense_kernels(call: experts_launch.Call) -> Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
-@pytest.mark.parametrize(("t", "e", "f", "d"), [(16, 5, 128, 256), (70, 12, 384, 640), (300, 6, 200, 264)])
+@pytest.mark.parametrize(("t", "e", "f", "d"), [(70, 12, 384, 640), (300, 6, 208, 272)])
 def test_on_a_device_all_schedules_have_the_bits_of_the_dense_products(
     groups: tuple[int, int], t: int, e: int, f: int, d: int
 ):
@@ -197,11 +197,14 @@ def test_on_a_device_all_schedules_have_the_bits_of_the_dense_products(
     assert (got.cpu().float() - exact).norm() / exact.norm() < 0.02
     call = as_on_cuda(one, "cuda", torch.bfloat16, Routing(3), True)
     want = experts_launch.run(call, REFERENCE)
-    for s in (FEW, *(s for _, s in GROUPED)):
+    w = call.weights
+    hopper = on_hopper(w.gate_up, w.gate_up_scale) and on_hopper(w.down, w.down_scale)
+    for s in (FEW, *(s for _, s in (*GROUPED, *(HOPPER if hopper else ())))):
         assert torch.equal(experts_launch.run(call, s), want), s
         assert torch.equal(captured(lambda s=s: experts_launch.run(call, s)), want), s
         assert torch.equal(experts_launch.run(some(call, [3]), s), want[3:4]), s
         assert experts_launch.is_proved(call, s), s
-    first, last = call.weights.halves()
-    h_PF = experts_launch.best(call._replace(weights=first, width=f))
-    assert torch.equal(experts_launch.best(call._replace(weights=last, x_TD=h_PF, width=d)), want)
+        first, last = (call._replace(weights=half) for half in w.halves())
+        h_PF = experts_launch.run(first._replace(width=f), s)
+        assert torch.equal(experts_launch.run(last._replace(x_TD=h_PF, width=d), s), want), s
+    assert torch.equal(experts_launch.best(call), want)
