@@ -114,10 +114,12 @@ def by_ranks(call: experts_launch.Call, s: Schedule, size: int) -> Tensor:
 
     for rank in range(size):
         own = w._replace(gate_up=cut(w.gate_up, 2, rank), gate_up_bias=cut(w.gate_up_bias, 2, rank))
-        first.append(experts_launch.run(call._replace(weights=own._replace(down=None, down_bias=None)), s))
+        half = call._replace(weights=own._replace(down=None, down_bias=None), width=f // size)
+        first.append(experts_launch.run(half, s))
     for rank in range(size):
         own = w._replace(down=cut(w.down, 1, rank), down_bias=cut(w.down_bias, 1, rank))
-        part = call._replace(x_TD=torch.cat(first, 1), weights=own._replace(gate_up=None, gate_up_bias=None), limit=0.0)
+        own = own._replace(gate_up=None, gate_up_bias=None)
+        part = call._replace(x_TD=torch.cat(first, 1), weights=own, limit=0.0, width=d // size)
         shared = call.shared_TD
         last.append(experts_launch.run(part._replace(shared_TD=shared if shared is None else cut(shared, 1, rank)), s))
     assert first[0].shape == (call.sizes[0] * call.routing.top_k, f // size) and last[0].shape[1] == d // size
