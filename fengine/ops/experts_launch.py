@@ -225,7 +225,8 @@ def is_proved(call: Call, s: AnySchedule) -> bool:
         return True
     w = call.weights
     there = [x is not None for x in (*w[:-2], call.shared_TD, call.gate_T1)]
-    facts = f"{there} {call.limit > 0} {w.group} {w.down_group}"
+    scales = [None if scale is None else tuple(scale.shape[1:]) for scale in (w.gate_up_scale, w.down_scale)]
+    facts = f"{there} {call.limit > 0} {w.group} {w.down_group} {scales}"
     key = f"experts {call.x_TD.dtype} {call.sizes[1:]} {call.routing} {facts} {s}"
     return proved(call.x_TD.device, key, lambda: _compare(call, s))
 

@@ -81,10 +81,8 @@ def w8a8_experts_kernel(logits_ptr, correction_ptr, q_ptr, x_scale_ptr, w_ptr, s
                         GATED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, BM: tl.constexpr,
                         BN: tl.constexpr, SWAP: tl.constexpr, STEP: tl.constexpr, BY_STEP: tl.constexpr,
                         EVEN: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN columns of BM pairs of one expert; without LISTS of one pair, which finds its expert by itself.
-
-    y[pair] is the gated product of x[token], or weight * x[pair] w.T; x has `steps` scales a row.
-    """
+    """BN columns of BM pairs of one expert; without LISTS of one pair, which finds its expert by itself. y[pair] is the
+    gated product of x[token], or weight * x[pair] w.T; x has `steps` scales a row."""
     begin(PDL)
     blocks = tl.cdiv(N, BN)
     pid = tl.program_id(0)

@@ -51,13 +51,6 @@ GROUPED = (  # largest number of rows that an expert has on average
     (40, Pairs(False, Schedule(64, 64, True, 4, 4), Schedule(64, 64, True, 4, 5))),
     (1 << 30, Pairs(False, Schedule(128, 64, True, 4, 4), Schedule(128, 128, False, 8, 3))),
 )
-
-
-def product(packed: Tensor, scale: Tensor, bias: Tensor | None, limit: float | None = None) -> Product:
-    """Of packed matrices; `limit`: they are gates above ups. Pure."""
-    return Product(packed, scale, bias, *tree_of(packed.shape[2], scale.shape[1]), limit is not None, limit or 0.0)
-
-
 HOPPER = (  # likewise
     (4, Pairs(False, Tiles(8, 1, 10, 2), Tiles(8, 1, 10, 2))),
     (8, Pairs(False, Tiles(16, 1, 9, 2), Tiles(16, 1, 9, 2))),
@@ -65,6 +58,11 @@ HOPPER = (  # likewise
     (48, Pairs(False, Tiles(64, 1, 6, 2), Tiles(64, 1, 6, 2))),
     (1 << 30, Pairs(False, Tiles(128, 2, 6, 1), Tiles(128, 2, 6, 1))),
 )
+
+
+def product(packed: Tensor, scale: Tensor, bias: Tensor | None, limit: float | None = None) -> Product:
+    """Of packed matrices; `limit`: they are gates above ups. Pure."""
+    return Product(packed, scale, bias, *tree_of(packed.shape[2], scale.shape[1]), limit is not None, limit or 0.0)
 
 
 def on_hopper(packed: Tensor | None, scale: Tensor | None) -> bool:
@@ -84,11 +82,9 @@ def schedules(pairs: int, experts: int, hopper: bool) -> list[Pairs]:
 
 def launch(x: Tensor, logits_TE: Tensor, correction_E: Tensor | None, routing: Routing, w: Product,
            lists: tuple[Tensor, ...] | None, y: Tensor, s: Schedule | Tiles, half: bool) -> None:  # fmt: skip
-    """y of all pairs: gated products of tokens x [T, K], or of rows x their products times their weights.
-
-    `lists` as `experts_routing.lists_of` gives them; None: every pair by itself. What lies between the two products is
-    in the order of pairs; of tiles under `Tiles`, unless there is one `half`. Modifies: y.
-    """
+    """y of all pairs: gated products of tokens x [T, K], or of rows x their products times their weights. `lists` as
+    `experts_routing.lists_of` gives them; None: every pair by itself. What lies between the two products is in the
+    order of pairs; of tiles under `Tiles`, unless there is one `half`. Modifies: y."""
     if isinstance(s, Tiles) and lists is not None:
         pairs = routing.top_k if w.gated else int(half)
         q, x_scale = tiles_of(x, lists, pairs, w.step if w.by_step else 0, s.block_m)
