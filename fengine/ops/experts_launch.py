@@ -190,20 +190,18 @@ def _in_fp8(call: Call, s: Pairs) -> Tensor:
     """Both products, or the one that there is, in FP8. Pure."""
     t, e, a, f, d = call.sizes
     w, h, rows = call.weights, call.x_TD, s.gate.block_m
-    to, half = (call.logits_TE, w.correction, call.routing), w.gate_up is None or w.down is None
-    lists = None if s.few else lists_of(*to, tiles_at_most(t * a, e, rows), rows)
+    tiles, half = tiles_at_most(t * a, e, rows), w.gate_up is None or w.down is None
+    lists = lists_of(call.logits_TE, w.correction, call.routing, tiles, rows)
     if w.gate_up is not None and w.gate_up_scale is not None:
         product = experts_w8a8_launch.product(w.gate_up, w.gate_up_scale, w.gate_up_bias, call.limit)
-        between = (
-            len(lists[2]) * rows if lists and isinstance(s.gate, experts_w8a8_launch.Tiles) and not half else t * a
-        )
-        h = call.x_TD.new_empty(between, f)
-        experts_w8a8_launch.launch(call.x_TD, *to, product, lists, h, s.gate, half)
+        tiled = isinstance(s.gate, experts_w8a8_launch.Tiles) and not half
+        h = call.x_TD.new_empty(tiles * rows if tiled else t * a, f)
+        experts_w8a8_launch.launch(call.x_TD, product, lists, a, h, s.gate, half)
     if w.down is None or w.down_scale is None:
         return h
     parts_PD = call.x_TD.new_empty(t * a, d)
     product = experts_w8a8_launch.product(w.down, w.down_scale, w.down_bias)
-    experts_w8a8_launch.launch(h, *to, product, lists, parts_PD, s.down, half)
+    experts_w8a8_launch.launch(h, product, lists, a, parts_PD, s.down, half)
     return _combined(call, parts_PD, None)
 
 
@@ -279,16 +277,12 @@ def best(call: Call) -> Tensor:
 def _candidates(call: Call) -> Sequence[AnySchedule]:
     """Schedules of a call, fastest first. Pure."""
     w, x = call.weights, call.x_TD
+    there = [(m, scale) for m, scale in ((w.gate_up, w.gate_up_scale), (w.down, w.down_scale)) if m is not None]
+    in_few = [(m, scale) for m, scale in there if scale is not None]
     if True in w.in_fp8:
-        t, e, a, *_ = call.sizes
-        there = ((w.gate_up, w.gate_up_scale), (w.down, w.down_scale))
-        hopper = all(experts_w8a8_launch.on_hopper(*matrix) for matrix in there)
-        return experts_w8a8_launch.schedules(t * a, e, hopper)
-    few_bits = all(
-        scale is not None for m, scale in ((w.gate_up, w.gate_up_scale), (w.down, w.down_scale)) if m is not None
-    )
+        return experts_w8a8_launch.candidates(len(call.logits_TE) * call.routing.top_k, in_few)
+    few_bits = len(in_few) == len(there) and quantized_hopper.serves(x.device)
     hopper = w.gate_up is not None and w.down is not None and experts_hopper.usable(x, w.gate_up, w.down)
-    few_bits = few_bits and quantized_hopper.serves(x.device)
     found = schedules(*call.sizes, x.dtype, hopper, max(w.group, w.down_group) if few_bits else 0)
     if w.gate_up is None or w.down is None:  # what lies between the halves is in the order of pairs
         return [s for s in found if isinstance(s, FewBits) or s.kind == "grouped"]

@@ -2,7 +2,6 @@
 # pyright: reportInvalidTypeForm=false
 
 from fengine.ops.experts_kernels import gated
-from fengine.ops.experts_routing import slots, weigh
 from fengine.ops.registration import begin, tl, triton, wait
 
 
@@ -63,45 +62,24 @@ def products(x_rows, scale_rows, real, w_ptr, scale_ptr, col, N, K, BM: tl.const
     return acc, up_acc
 
 
-@triton.jit
-def chosen(logits_ptr, correction_ptr, pair, E, scale, A: tl.constexpr, RENORMALISE: tl.constexpr,
-           SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, BE: tl.constexpr):  # fmt: skip
-    """(expert, its weight) of one pair."""
-    row = logits_ptr + (pair // A).to(tl.int64) * E
-    slot, logit = slots(row, correction_ptr, E, A, SIGMOID, CORRECTED, BE)
-    mine = slot == pair % A
-    weight = weigh(slot, logit, E, RENORMALISE, SIGMOID, scale, BE)
-    return tl.sum(tl.where(mine, tl.arange(0, BE), 0), 0), tl.sum(tl.where(mine, weight, 0.0), 0)
-
-
 @triton.jit(do_not_specialize=["T"])
-def w8a8_experts_kernel(logits_ptr, correction_ptr, q_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, rows_ptr, count_ptr,
-                        tile_ptr, weight_ptr, y_ptr, T, E, N, K, steps, limit, scale, A: tl.constexpr,
-                        RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, LISTS: tl.constexpr,
-                        GATED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, BM: tl.constexpr,
-                        BN: tl.constexpr, SWAP: tl.constexpr, STEP: tl.constexpr, BY_STEP: tl.constexpr,
-                        EVEN: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN columns of BM pairs of one expert; without LISTS of one pair, which finds its expert by itself. y[pair] is the
-    gated product of x[token], or weight * x[pair] w.T; x has `steps` scales a row."""
+def w8a8_experts_kernel(q_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, rows_ptr, count_ptr, tile_ptr, weight_ptr,
+                        y_ptr, T, E, N, K, steps, limit, A: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+                        LIMITED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr,
+                        STEP: tl.constexpr, BY_STEP: tl.constexpr, EVEN: tl.constexpr,
+                        PDL: tl.constexpr):  # fmt: skip
+    """BN columns of BM pairs of one expert: y[pair] is the gated product of x[token], or weight * x[pair] w.T; x has
+    `steps` scales a row."""
     begin(PDL)
     blocks = tl.cdiv(N, BN)
     pid = tl.program_id(0)
     wait(PDL)
-    row = tl.arange(0, BM)
-    if LISTS:
-        expert = tl.load(tile_ptr + pid // blocks * 2)
-        first = tl.load(tile_ptr + pid // blocks * 2 + 1)
-        if expert >= E:
-            return
-        real = first + row < tl.load(count_ptr + expert)
-        pair = tl.load(rows_ptr + expert.to(tl.int64) * T + first + row, mask=real, other=0)
-        weight = tl.load(weight_ptr + pair, mask=real, other=0.0)
-    else:
-        expert, one = chosen(logits_ptr, correction_ptr, pid // blocks, E, scale, A, RENORMALISE, SIGMOID, CORRECTED,
-                             BE)  # fmt: skip
-        real = row == 0
-        pair = pid // blocks + row * 0
-        weight = tl.where(real, one, 0.0)
+    expert = tl.load(tile_ptr + pid // blocks * 2)
+    if expert >= E:
+        return
+    row = tl.load(tile_ptr + pid // blocks * 2 + 1) + tl.arange(0, BM)
+    real = row < tl.load(count_ptr + expert)
+    pair = tl.load(rows_ptr + expert.to(tl.int64) * T + row, mask=real, other=0)
     col = pid % blocks * BN + tl.arange(0, BN)
     WIDTH = 2 * N if GATED else N
     line = (pair // A if GATED else pair).to(tl.int64)
@@ -116,5 +94,6 @@ def w8a8_experts_kernel(logits_ptr, correction_ptr, q_ptr, x_scale_ptr, w_ptr, s
             up_acc += tl.load(bias_ptr + expert * WIDTH + N + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
         out = gated(acc, up_acc, limit, LIMITED, y_ptr.dtype.element_ty)
     else:
+        weight = tl.load(weight_ptr + pair, mask=real, other=0.0)
         out = (acc * weight[:, None]).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + pair.to(tl.int64)[:, None] * N + col[None, :], out, mask=real[:, None] & (col < N)[None, :])

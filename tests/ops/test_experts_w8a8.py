@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fengine.ops import activations, cpu, e4m3, experts_launch, linear, quantized, w8a8, w8a8_launch
 from fengine.ops.experts import Routing, Weights, experts, route_reference, weights_of
-from fengine.ops.experts_w8a8_launch import FEW, GROUPED, HOPPER, REFERENCE, Pairs, on_hopper
+from fengine.ops.experts_w8a8_launch import FEW, HOPPER, REFERENCE, Pairs, candidates, schedules
 from fengine.ops.proof import captured
 from fengine.ops.quantized import Codes
 
@@ -142,6 +142,14 @@ def some(call: experts_launch.Call, rows: Any) -> experts_launch.Call:
     return call._replace(x_TD=call.x_TD[rows].contiguous(), logits_TE=call.logits_TE[rows].contiguous())
 
 
+def test_schedules_follow_the_rows_of_an_expert():
+    def tried(pairs: int, hopper: bool, by_step: bool = False) -> list[int]:
+        return [s.gate.block_m for s in schedules(pairs, 128, hopper, by_step)]
+
+    assert tried(8, True) == [8, 16, 64] and tried(8, False) == [16, 64] and tried(1024, True) == [16, 16, 64]
+    assert tried(65536, True) == [128, 64] and tried(65536, True, True) == tried(65536, False) == [64]
+
+
 @starts_interpreter
 def test_kernels_in_the_interpreter():
     run_interpreted(__file__, "-k", "triton")
@@ -153,8 +161,7 @@ def test_triton_kernels_are_the_op(groups: tuple[int, int]):
     one, routing = case(5, 3, 72, 136, groups), Routing(2, not groups[0], bool(groups[0]), 2.5)
     call = as_on_cuda(one, "cpu", torch.float32, routing, True)
     want = experts(one.x, one.logits, packed(one), routing)
-    small = Pairs(False, w8a8_launch.Schedule(16, 64, True, 4, 2), w8a8_launch.Schedule(16, 32, False, 4, 2))
-    for s in (REFERENCE, small, FEW):
+    for s in (REFERENCE, FEW):
         torch.testing.assert_close(experts_launch.run(call, s), want, rtol=1e-3, atol=1e-3)
         alone = torch.cat([experts_launch.run(some(call, [t]), s) for t in (4, 2)])
         assert torch.equal(alone, experts_launch.run(call, s)[[4, 2]])
@@ -197,13 +204,15 @@ def test_on_a_device_all_schedules_have_the_bits_of_the_dense_products(
     assert (got.cpu().float() - exact).norm() / exact.norm() < 0.02
     call = as_on_cuda(one, "cuda", torch.bfloat16, Routing(3), True)
     want = experts_launch.run(call, REFERENCE)
-    w = call.weights
-    hopper = on_hopper(w.gate_up, w.gate_up_scale) and on_hopper(w.down, w.down_scale)
-    for s in (FEW, *(s for _, s in (*GROUPED, *(HOPPER if hopper else ())))):
+    w: Any = call.weights
+    found = [candidates(pairs, [(w.gate_up, w.gate_up_scale), (w.down, w.down_scale)]) for pairs in (1, 40 * e)]
+    hopper = [Pairs(tiles, tiles) for _, tiles in HOPPER] if any(s[0] not in (FEW, REFERENCE) for s in found) else []
+    for s in (FEW, *hopper):
         assert torch.equal(experts_launch.run(call, s), want), s
         assert torch.equal(captured(lambda s=s: experts_launch.run(call, s)), want), s
         assert torch.equal(experts_launch.run(some(call, [3]), s), want[3:4]), s
         assert experts_launch.is_proved(call, s), s
+    for s in {FEW, *found[0], *found[1]} - {REFERENCE}:  # of ranks
         first, last = (call._replace(weights=half) for half in w.halves())
         h_PF = experts_launch.run(first._replace(width=f), s)
         assert torch.equal(experts_launch.run(last._replace(x_TD=h_PF, width=d), s), want), s
