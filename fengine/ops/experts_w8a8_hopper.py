@@ -5,8 +5,7 @@ a ring in shared memory (TMA) and another the expert's weights, which does not w
 four warps multiply: 64 outputs, or 32 gates above their 32 ups, for all rows of a tile. What lies in a tile behind an
 expert's last row is computed like the rest and read by nobody.
 
-The trees are those of w8a8.py; used where that was proved.
-"""
+The trees are those of w8a8.py; used where that was proved."""
 # pyright: reportInvalidTypeForm=false
 
 from torch import Tensor

@@ -74,8 +74,8 @@ def serves(device: torch.device) -> bool:
 def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, s: Tiles, lists: Lists | None = None,
            gated: bool = False, limit: float = 0.0, half: bool = False) -> None:  # fmt: skip
     """y = x @ w.T + bias. With lists: of each tile's expert, gated, of tokens x [T, K], or of rows x [X, K], times
-    their weights. What lies between the two is in the order of tiles; of pairs where there is one `half`. Modifies: y.
-    """
+    their weights. What lies between the two is in the order of tiles, of pairs where there is one `half`.
+    Modifies: y."""
     experts = 1 if lists is None else len(lists.count_E)
     blocks, chunks, (m, n), words = w.words.shape[0] // experts, w.words.shape[1], y.shape, w.scales.shape[1]
     per_piece = (32 if group == 32 else 4096 // group) * s.chunks

@@ -156,17 +156,17 @@ def test_kernels_in_the_interpreter():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
-@pytest.mark.parametrize("groups", GROUPS, ids=str)
+@pytest.mark.parametrize("groups", [(0, 0), (64, 32)], ids=str)
 def test_triton_kernels_are_the_op(groups: tuple[int, int]):
-    one, routing = case(5, 3, 72, 136, groups), Routing(2, not groups[0], bool(groups[0]), 2.5)
+    one, routing = case(3, 3, 40, 136, groups), Routing(2, not groups[0], bool(groups[0]), 2.5)
     call = as_on_cuda(one, "cpu", torch.float32, routing, True)
     want = experts(one.x, one.logits, packed(one), routing)
     for s in (REFERENCE, FEW):
         torch.testing.assert_close(experts_launch.run(call, s), want, rtol=1e-3, atol=1e-3)
-        alone = torch.cat([experts_launch.run(some(call, [t]), s) for t in (4, 2)])
-        assert torch.equal(alone, experts_launch.run(call, s)[[4, 2]])
+        alone = torch.cat([experts_launch.run(some(call, [t]), s) for t in (2, 0)])
+        assert torch.equal(alone, experts_launch.run(call, s)[[2, 0]])
     first, last = call.weights.halves()
-    h_PF = experts_launch.best(call._replace(weights=first, width=72))
+    h_PF = experts_launch.best(call._replace(weights=first, width=40))
     assert torch.equal(
         experts_launch.best(call._replace(weights=last, x_TD=h_PF, width=136)), experts_launch.best(call)
     )
