@@ -18,9 +18,7 @@ from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.safetensors_file import read_config
 
 PROMPT = [5, 99, 17, 3, 64, 64, 120, 8, 31, 77, 12, 6, 50, 101, 9, 42, 13, 88, 23, 7, 119, 2, 60, 71]
-EXTRA: dict[
-    str, Any
-] = {  # fields that change something at other values than a family's default, and keys of all configs
+EXTRA: dict[str, Any] = {  # fields that change something at other values than a family's default; few experts
     "mistral": {"sliding_window": 10},
     "phi3": {"sliding_window": 10},
     "exaone4": {"sliding_window": 10, "sliding_window_pattern": 2},
@@ -35,12 +33,16 @@ EXTRA: dict[
     "olmo3": {"sliding_window": 10},
     "hunyuan_v1_dense": {"head_dim": 16},
     "granitemoe": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                  "shared_expert_intermediate_size": 48},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 32},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 10},
     "gemma2": {"sliding_window": 10, "head_dim": 16},
     "gemma3": {"sliding_window": 10, "head_dim": 16},
     "gemma": {"head_dim": 16},
-}
+}  # fmt: skip
 ALSO = {
     "is_causal": False, "partial_rotary_factor": 0.5, "attention_bias": True, "mlp_bias": True, "sliding_window": 6,
     "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 32,
