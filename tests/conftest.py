@@ -6,6 +6,8 @@ import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # threads beyond the cores only spin
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send themselves one
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -77,14 +77,15 @@ def test_every_schedule_of_linear():
         pytest.skip("on a device the schedules are compared bit by bit, below")
     x, w = put((normal(150, 200), normal(300, 200)), torch.float32)
     want = linear.reference(x, w, 300, None, None)
-    for schedule in (
-        *(entry[-1] for entry in linear_launch.FEW_ROWS),
-        *linear_launch.MANY_ROWS,
-        *linear_launch.FLOAT32,
-    ):
+    few, gated = ((entry[-1] for entry in table) for table in (linear_launch.FEW_ROWS, linear_launch.GATED))
+
+    def distinct(*schedules: Any) -> list[Any]:  # here: what only a device does, such as pipelines, is left out
+        return list(dict.fromkeys(s._replace(warps=4, stages=2, ahead=min(s.ahead, 256), trigger=0) for s in schedules))
+
+    for schedule in distinct(*few, *linear_launch.MANY_ROWS, *linear_launch.FLOAT32):
         assert_close(linear_launch.run(x, w, 300, None, None, schedule), want, torch.float16)
     both = linear_launch.run(x, w, 300, None, None, linear_launch.REFERENCE)
-    for i, (*_, schedule) in enumerate(linear_launch.GATED):
+    for i, schedule in enumerate(distinct(*gated)):
         act = i % len(activations.ACTS)
         fused = linear_launch.run(x, w, 150, None, None, schedule, True, act)
         assert_close(fused, activations.launch(both, act), torch.float16)
@@ -243,6 +244,8 @@ def test_bounded_attention(dtype: torch.dtype, bounds: tuple[Any, ...], monkeypa
         ([300, 33], [1, 1], None),
     ):
         if not bounds[0]:
+            if tiles is None:
+                continue  # every row has many tokens
             lengths = tokens = [length // 2 for length in lengths]
         args: Any = put(paged_case(lengths, tokens, 4, 2, 48, 16, padding=2), dtype)
         sinks = put(normal(4, seed=3) * 3, dtype) if bounds[3] else None
@@ -254,7 +257,7 @@ def test_bounded_attention(dtype: torch.dtype, bounds: tuple[Any, ...], monkeypa
         got = [
             launch(*args, *bounds[:3], sinks, last, chosen=attention_launch.Schedule(r, t))
             for r in (rows, one)
-            for t in (tiles, None)
+            for t in dict.fromkeys((tiles, None))
         ]
         for each in got:
             assert_close(each, want, dtype)
