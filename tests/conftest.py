@@ -1,6 +1,7 @@
 """Shared by all tests: no network, and GPU tests only where there is a GPU."""
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -50,6 +51,16 @@ def frozen() -> None:
     """What lives by now is no garbage: an engine that ends collects, and need not walk through it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """What a test sets of the package's logger, by a server's start say, ends with it."""
+    package = logging.getLogger("fengine")
+    level, propagate, handlers = package.level, package.propagate, package.handlers.copy()
+    yield
+    package.setLevel(level)
+    package.propagate, package.handlers[:] = propagate, handlers
 
 
 def pytest_unconfigure() -> None:

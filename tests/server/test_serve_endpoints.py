@@ -754,32 +754,22 @@ def test_the_access_log_and_the_line_of_the_state(engine: Engine, caplog: pytest
     assert told == "2 running, 1 waiting; 10 tokens/s computed, 5 tokens/s drawn; 50 % of 10 pages held, 3 cached"
 
 
-def test_what_is_logged_is_text_json_or_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_what_is_logged_is_text_json_or_nothing(capsys: Any) -> None:
     package = logging.getLogger("fengine")
-    level = package.level
-    monkeypatch.setattr(package, "propagate", False)
-    try:
-        for form, pattern in (("text", r"\d\d:\d\d:\d\d say \"a\"\n"), ("json", r"\{.*\}\n"), ("none", "")):
-            monkeypatch.setattr(package, "handlers", [])
-            log_to_stderr(form)
-            log_to_stderr(form)  # once is enough
-            logging.getLogger("fengine.server").info('say "%s"', "a")
-            told = capsys.readouterr().err
-            assert re.fullmatch(pattern, told), told
-            assert form != "json" or json.loads(told)["message"] == 'say "a"'
-    finally:
-        package.setLevel(level)
+    package.propagate = False
+    for form, pattern in (("text", r"\d\d:\d\d:\d\d say \"a\"\n"), ("json", r"\{.*\}\n"), ("none", "")):
+        package.handlers.clear()
+        log_to_stderr(form)
+        log_to_stderr(form)  # once is enough
+        logging.getLogger("fengine.server").info('say "%s"', "a")
+        told = capsys.readouterr().err
+        assert re.fullmatch(pattern, told), told
+        assert form != "json" or json.loads(told)["message"] == 'say "a"'
 
 
 def test_the_log_has_levels(capsys: pytest.CaptureFixture[str]) -> None:
-    package = logging.getLogger("fengine")
-    before = package.handlers, package.level
-    try:
-        package.handlers = []
-        log_to_stderr("json", "warning")
-        logging.getLogger("fengine.server").info("not seen")
-        logging.getLogger("fengine.server").warning("seen")
-        assert json.loads(capsys.readouterr().err)["message"] == "seen"
-    finally:
-        package.handlers = before[0]
-        package.setLevel(before[1])
+    logging.getLogger("fengine").handlers.clear()
+    log_to_stderr("json", "warning")
+    logging.getLogger("fengine.server").info("not seen")
+    logging.getLogger("fengine.server").warning("seen")
+    assert json.loads(capsys.readouterr().err)["message"] == "seen"
