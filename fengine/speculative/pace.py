@@ -56,3 +56,5 @@ class Pace:
             gain += chance**count - self.price
             if gain > least:
                 self.gain, self.size, least = gain, count, gain
+        if self.rest:  # behind a rest nobody hopes for more: alone it is tried, beside others they wait for a new one
+            self.gain = min(self.gain, WAIT)

@@ -72,7 +72,7 @@ def test_rests_grow_up_to_a_limit_and_end_with_a_success() -> None:
         if pace.rest != before or pace.resume_at > known:
             rests.append(pace.rest)
     assert rests[:3] == [REST, GROWTH * REST, GROWTH**2 * REST] and rests[-1] == LONGEST
-    assert pace.size == 1  # a try behind a rest is a short one
+    assert pace.size == 1 and 0 < pace.gain <= WAIT  # a try behind a rest is a short one
     pace.learn(1, 1, known + 600)
     assert pace.rest == 0 and pace.size > 2
 
