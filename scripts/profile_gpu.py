@@ -39,7 +39,7 @@ OPS = (  # the first that matches a kernel's name
     ("linear, cuBLAS", r"nvjet|cublas|gemm|gemv|cutlass|splitk|xmma"),
     ("q, k, v with rope and KV write", r"^qkv_kernel"),
     ("attention, few tokens a row", r"^(rows|few)_kernel"),
-    ("attention, many", r"^(tiles|table|persistent|whole)_kernel"),
+    ("attention, many", r"^(tiles|table|persistent|whole|window)_kernel"),
     ("rope and KV write", r"rope|kv_write"),
     ("norm", r"norm"),
     ("activation", r"^(activate|soft_cap)_kernel"),

@@ -102,8 +102,8 @@ def act(x_IF: Tensor, kind: str) -> Tensor:
 class Layout(NamedTuple):
     """Where patches see each other: windows of so many, which follow each other. On the image's device."""
 
-    slot_I: Tensor  # int32, in pages of their own
     pos_I: Tensor  # int32, in the image: rows of the rope's table
+    slot_I: Tensor  # int32, in pages of their own
     start_B: Tensor
     length_R: Tensor
     table_RN: Tensor
@@ -119,22 +119,17 @@ def layout(lengths: tuple[int, ...], device: torch.device) -> Layout:
     table = np.zeros((len(lengths), max(pages)), np.int32)
     for row, count in enumerate(pages):
         table[row, :count] = np.arange(first[row], first[row] + count)
-    arrays = (np.concatenate(slots), np.arange(sum(lengths)), np.cumsum([0, *lengths]), np.array(lengths), table)
-    slot_I, pos_I, start_B, length_R, table_RN = (torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays)
-    return Layout(slot_I, pos_I, start_B, length_R, table_RN, int(first[-1]))
+    arrays = (np.arange(sum(lengths)), np.concatenate(slots), np.cumsum([0, *lengths]), np.array(lengths), table)
+    pos_I, slot_I, start_B, length_R, table_RN = (torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays)
+    return Layout(pos_I, slot_I, start_B, length_R, table_RN, int(first[-1]))
 
 
 def attend(q_IHK: Tensor, k_IHK: Tensor, v_IHK: Tensor) -> Tensor:
     """Attention of all patches to all. Pure."""
     at = layout((len(q_IHK),), q_IHK.device)
     k_PSHK, v_PSHK = (paged(x, at.pages) for x in (k_IHK, v_IHK))
-    return seen(q_IHK.contiguous(), k_PSHK, v_PSHK, at)
-
-
-def seen(q_IHK: Tensor, k_PSHK: Tensor, v_PSHK: Tensor, at: Layout) -> Tensor:
-    """Attention of each window's patches to each other. Pure."""
-    where = (at.start_B, at.length_R, at.table_RN)
-    return attention.attention(q_IHK, k_PSHK, v_PSHK, *where, q_IHK.shape[2] ** -0.5, causal=False)
+    where, scale = (at.start_B, at.length_R, at.table_RN), q_IHK.shape[2] ** -0.5
+    return attention.attention(q_IHK.contiguous(), k_PSHK, v_PSHK, *where, scale, causal=False)
 
 
 def paged(x_IHK: Tensor, pages: int) -> Tensor:

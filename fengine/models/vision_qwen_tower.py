@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec, VisionSpec
-from fengine.models.vision_layers import PAGE, Layout, act, layout, project, seen, tiled
-from fengine.ops import activations, layer_norm, linear, rms_norm, rope
+from fengine.models.vision_layers import Layout, act, layout, project, tiled
+from fengine.ops import activations, layer_norm, linear, patch_attention, rms_norm
 
 EPS, THETA = 1e-6, 10000.0
 
@@ -118,10 +118,8 @@ def block(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x += attention(norm(x));  x += mlp(norm(x)), as (what is still to be added, x). Pure."""
     qkv_IC = project(normed_ID, layer, "qkv")
-    k_PSHK, v_PSHK = (x_ID.new_empty(at.pages, PAGE, vision.num_heads, vision.head_dim) for _ in "kv")
-    where = (rope_IK, at.pos_I, at.slot_I)
-    q_IHK, k_PSHK, v_PSHK = rope.rope_kv_write(qkv_IC, *where, k_PSHK, v_PSHK, vision.num_heads)
-    delta_ID = project(seen(q_IHK, k_PSHK, v_PSHK, at).flatten(1), layer, "o")
+    o_IHK = patch_attention.patch_attention(qkv_IC, rope_IK, *at, vision.num_heads)
+    delta_ID = project(o_IHK.flatten(1), layer, "o")
     normed_ID, x_ID = sum_and_norm(delta_ID, x_ID, layer["norm2_D"], third)
     if third:
         return project(act(project(normed_ID, layer, "up"), vision.act), layer, "down"), x_ID

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import attention_few_hopper, attention_hopper, attention_rows_hopper, kv_fp8
+from fengine.ops import attention_few_hopper, attention_hopper, attention_rows_hopper, attention_whole_hopper, kv_fp8
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
 from fengine.ops.kv_fp8_whole import copies
@@ -27,7 +27,7 @@ def block_of(width: int) -> int:
 
 
 class Bounds(NamedTuple):
-    """Which keys a token sees, and how large scores may get. The kernels for Hopper know the default alone."""
+    """Which keys a token sees, and how large scores may get. The kernels for Hopper know the default, or WHOLE."""
 
     causal: bool = True
     window: int = 0  # 0: none
@@ -36,7 +36,7 @@ class Bounds(NamedTuple):
     reach: bool = False  # each token has a last key of its own
 
 
-CAUSAL = Bounds()
+CAUSAL, WHOLE = Bounds(), Bounds(causal=False)
 
 
 class Rows(NamedTuple):
@@ -69,6 +69,7 @@ class Schedule(NamedTuple):
 
 
 HOPPER = Tiles(True, attention_hopper.BM, 12, attention_hopper.STAGES)
+WHOLE_HOPPER = Tiles(True, attention_whole_hopper.BM, 12, attention_whole_hopper.STAGES)
 
 
 def padded_heads(q_THK: Tensor, k_PSGK: Tensor) -> int:
@@ -94,9 +95,7 @@ def reference_schedule(q_THK: Tensor, k_PSGK: Tensor) -> Schedule:
     return Schedule(Rows(tile, warps, stages_for(q_THK, tile, 5), 1), None)
 
 
-def at_once(
-    q_THK: Tensor, k_PSGK: Tensor, rows: int, splits: int, processors: int, bounds: Bounds
-) -> list[Rows]:  # fmt: skip
+def at_once(q_THK: Tensor, k_PSGK: Tensor, rows: int, splits: int, processors: int, bounds: Bounds) -> list[Rows]:
     """The schedule of attention_few_hopper.py for few rows; in parts, if half of the device stays free for the kernels
     behind. Pure."""
     programs = rows * k_PSGK.shape[2]
@@ -105,6 +104,13 @@ def at_once(
         return []
     parts = q_THK.shape[2] // 64
     return [Rows(16, 4, 0, splits, at_once=2, parts=parts if 2 * programs * splits * parts <= 1.1 * processors else 1)]
+
+
+def hopper_tiles(q_THK: Tensor, k_PSGK: Tensor, keys: int, bounds: Bounds) -> list[Tiles]:
+    """The kernel for Hopper of rows of many tokens, if there is one for these. Pure."""
+    if bounds == CAUSAL and attention_hopper.usable(q_THK, k_PSGK):
+        return [HOPPER]
+    return [WHOLE_HOPPER] if bounds == WHOLE and keys >= 512 and attention_whole_hopper.usable(q_THK, k_PSGK) else []
 
 
 def schedules(
@@ -127,9 +133,7 @@ def schedules(
     if tokens <= rows:
         return [Schedule(r, None) for r in taken]
     tile = max(16 if q_THK.dtype == torch.float32 else 64, padded_heads(q_THK, k_PSGK))
-    many = [Tiles(False, tile, 4, stages_for(q_THK, tile, 5))]
-    if bounds == CAUSAL and attention_hopper.usable(q_THK, k_PSGK):
-        many.insert(0, HOPPER)
+    many = [*hopper_tiles(q_THK, k_PSGK, keys, bounds), Tiles(False, tile, 4, stages_for(q_THK, tile, 5))]
     return [Schedule(r, t) for t in many for r in dict.fromkeys(taken)] + [Schedule(alone, None)]
 
 
@@ -174,9 +178,9 @@ def run(call: Paged, scale: float, s: Schedule, bounds: Bounds = CAUSAL) -> Tens
     bound = (*bounds, scale if bounds.cap else 0.0, few)
     _run_rows(call, o_THK, s.rows, c, limit, bound)
     if s.tiles is not None and s.tiles.hopper:
-        block = block_of(o_THK.shape[2])
+        block, kernel = block_of(o_THK.shape[2]), attention_hopper if bounds.causal else attention_whole_hopper
         for k, v, table in copies(*call[:6], limit):
-            attention_hopper.launch(call.q_THK, k, v, *call[3:5], table, o_THK, c, limit, CHUNK, block)
+            kernel.launch(call.q_THK, k, v, *call[3:5], table, o_THK, c, limit, CHUNK, block)
     elif s.tiles is not None:
         _run_tiles(call, o_THK, s.tiles, c, limit, bound)
     return o_THK

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Hashable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import tiny_vision
 import torch
 from fake_cuda import Torch
+from loops import in_loop
 from tiny_vision import picture
 
 from fengine import Engine
@@ -49,6 +51,26 @@ def test_a_size_that_comes_again_is_captured_with_the_same_bits(
         for piece in engine._parts.images.read([picture(9, 40, 30)])[0].pieces:
             assert torch.equal(captured.encode(piece), plain.encode(piece))
         assert not graphs.captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", tiny_vision.FAMILIES)
+def test_captured_sizes_give_the_same_bits_on_a_gpu(kind: str, tmp_path: Path) -> None:
+    """In the engine's own tower, whose graphs share the runner's memory; also while it decodes."""
+    path = tiny_vision.write(tmp_path, kind)
+    with Engine(model_path=str(path), dtype="bfloat16", skip_tokenizer_init=True, max_total_tokens=2048) as engine:
+        images = engine._parts.core.stepper.input_batch.images
+        assert images is not None
+        plain = Tower(images.tower.family, images.tower.params, images.tower.spec)
+
+        def compare(i: int, width: int, height: int) -> None:
+            for piece in engine._parts.images.read([picture(i, width, height)])[0].pieces:
+                assert torch.equal(images.tower.encode(piece), plain.encode(piece))
+
+        for i, size in enumerate([(40, 30), (40, 30), (33, 64), (40, 30), (33, 64)]):
+            in_loop(engine._parts.core, partial(compare, i, *size))
+            engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4})
+        assert images.tower.graphs is not None and any("tower" in str(key) for key in images.tower.graphs.captured)
 
 
 def test_what_a_graph_reads_lives_as_long_as_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from fengine.ops import (
     attention,
     attention_launch,
     attention_tiles,
+    attention_whole_hopper,
     edges,
     go_on,
     layer_norm,
@@ -29,6 +30,7 @@ from fengine.ops import (
     linear_hopper,
     linear_launch,
     lora,
+    patch_attention,
     quantized,
     rms_norm,
     rope,
@@ -224,6 +226,39 @@ def test_attention(dtype: torch.dtype, heads: int, groups: int, width: int, size
         for _ in range(1 + (rows.splits > 1 and tiles is None)):  # the counters are back at zero
             got = attention.launch(*args, chosen=attention_launch.Schedule(rows, tiles))
             assert_close(got, attention.reference(*args), dtype)
+
+
+@kernel_test
+@pytest.mark.parametrize("heads,width", [(2, 80), (3, 64), (2, 32), (1, 96)])
+def test_attention_within_windows(dtype: torch.dtype, heads: int, width: int):
+    """Rope and attention in one kernel: windows of one patch to a page; on a GPU with the bits of the two ops."""
+    lengths = [64, 1, 36]
+    count, start = sum(lengths), torch.tensor([0, *lengths]).cumsum(0).int()
+    slot = torch.cat([torch.arange(n) + 64 * r for r, n in enumerate(lengths)]).int()
+    x, table = put(normal(count, 3 * heads * width, seed=1), dtype), normal(count, width, seed=2).to(DEVICE)
+    where = put(
+        (torch.arange(count).int(), slot, start, torch.tensor(lengths).int(), torch.arange(3)[:, None].int()), dtype
+    )
+    pages = torch.zeros(3, 64, heads, width, device=DEVICE, dtype=dtype)
+    pos, slots, begin, length, rows = where
+    q, k, v = rope.reference(x, table, pos, slots, pages, pages, heads, None, None, 0.0)
+    got = patch_attention.run(x, table, begin, heads, width**-0.5)
+    want = attention.reference(q, k, v, begin, length, rows, width**-0.5, attention_launch.WHOLE)
+    assert_close(got, want, dtype)
+    if patch_attention.usable(x, rows, heads) and not INTERPRETED:
+        assert patch_attention.is_proved(x, heads, width**-0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [72, 80, 96])
+def test_attention_of_whole_rows_on_hopper(width: int):
+    q = torch.randn(700, 2, width, device=DEVICE, dtype=torch.bfloat16)
+    k = torch.randn(11, 64, 2, width, device=DEVICE, dtype=torch.bfloat16)
+    found = attention_launch.schedules(q, k, 1, 704, 132, attention_launch.WHOLE)
+    if not attention_whole_hopper.usable(q, k):
+        pytest.skip("needs an NVIDIA GPU of compute capability 9")
+    assert found[0].tiles == attention_launch.WHOLE_HOPPER
+    assert attention_launch.is_proved(q, k, found[0], attention_launch.WHOLE)
 
 
 @kernel_test
