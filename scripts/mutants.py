@@ -60,11 +60,12 @@ BESIDE = {  # by how the name of a file begins: the first that fits
     "core/speculation": ("engine/test_speculation.py", "unit/test_scheduler.py"),
     "core/simulated_device": ("engine/test_recording.py", "engine/test_simulation.py"), "core": QUEUE,
     "api/sessions": ("engine/test_sessions.py",), "api/streams": ("engine/test_api_streams.py",),
-    "eval": ("eval/test_journal.py", "eval/test_rerun.py"),
+    "eval/runs/folder": ("eval/test_eval.py", "eval/test_faults.py"), "eval": ("eval/test_journal.py", "eval/test_rerun.py"),
     "engine/readout": ("engine/test_encode.py", "engine/test_extended.py", "engine/test_api_results.py",
                        "engine/test_speculation.py"),
     "engine": ("engine/test_ends.py", "engine/test_engine.py", "engine/test_lifecycle.py"),
     "speculative": DRAFTS,
+    "worker": ("engine/test_engine.py", "engine/test_lora.py", "engine/test_extended.py", "engine/test_speculation.py"),
 }  # fmt: skip
 ALONE = ("eval", "core/recording", "core/sampling", "core/parameter", "core/foreign", "core/plain", "core/scalars")
 COMPARE = {

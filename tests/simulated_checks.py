@@ -186,6 +186,9 @@ class Checks:
         drafts = sum(len(draft.token_ids) for draft in output.drafts)
         if sum(output.counts) - drafts > most or len(output.rows) > self.rows.capacity:
             raise InvariantError(f"a step of {output.counts} tokens, more than {most}, or than there are rows")
+        for request, start, count in zip(output.requests, output.starts, output.counts, strict=True):
+            if start + count > max(request.full - 1, request.prompt_len):
+                raise InvariantError(f"{request.rid!r} computes {start + count} tokens, behind which nothing is due")
         if drafts and sum(output.counts) > self.step_tokens:
             raise InvariantError(f"drafts fill a step up to {sum(output.counts)} tokens, more than {self.step_tokens}")
 

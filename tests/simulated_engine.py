@@ -413,6 +413,8 @@ class World:
         `pages` were cached before."""
         cache = self.scheduler.cache
         bad = [r for r in finished if "non-finite" in str(r.finish and r.finish.get("message"))]
+        if any(self.jobs[request.rid].nan_at is None for request in bad):
+            raise Violation("a request whose processor failed is said to have numbers that are not finite")
         for request in bad if len(finished) == 1 else ():  # another one may have put it back
             if cache is not None and cache.match_length(request.token_ids, self.settings.page_size, request.salts):
                 raise Violation(f"a page of {request.rid} can be hit, whose numbers are not finite")

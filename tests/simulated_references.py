@@ -112,6 +112,15 @@ class CheckedRows(Rows):
             raise InvariantError(f"{request.rid!r} gets row slot {request.row} while {lowest} is free")
         return found
 
+    def hit(self, request: Request) -> list[int]:
+        pages = super().hit(request)
+        if self.cache is not None and request.params.bare:  # nothing but the last token must be computed
+            most = (len(request.token_ids) - 1) // self.page_size
+            nodes = path_of(self.cache, request.token_ids, request.salts, most)
+            if len(pages) != usable(self.pool, [node.page for node in nodes], self.page_size):
+                raise InvariantError(f"{request.rid!r} hits {len(pages)} pages where {len(nodes)} are cached")
+        return pages
+
     def compute(self, output: SchedulerOutput, request: Request, count: int) -> None:
         start = request.num_computed
         super().compute(output, request, count)

@@ -77,7 +77,7 @@ class SchedulerOutput:
         self.rows = [request.row for request in requests]  # pyright: ignore[reportAttributeAccessIssue]  # every one runs
         token_ids: list[int] = []
         if sum(self.counts) == count:  # one token a row
-            if before is not None and before.requests == requests and not before.drafts and all(before.samples):
+            if before is not None and before.requests == requests and all(before.samples):  # none waits for drafts
                 self.token_ids, self.fed = [0] * count, list(range(count))
                 return
             rows = zip(requests, self.starts, strict=True)

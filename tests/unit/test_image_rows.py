@@ -113,18 +113,36 @@ def test_decoding_rows_wait_for_one_budget_at_most() -> None:
     assert world.images.num_encoded == 64
 
 
-def test_an_image_that_is_computed_at_once_takes_the_pages_of_later_requests() -> None:
-    """The earliest running request always gets on, also where one step needs several pages for it."""
+@pytest.mark.parametrize("words", [5, 30])
+def test_an_image_that_is_computed_at_once_takes_the_pages_of_later_requests(words: int) -> None:
+    """The earliest running request always gets on, also where one step needs several pages for it; of a later one whose
+    prompt was under way nothing is computed then, though there is budget for a token."""
     world = World(capacity=40, budget=100, pages=20, cached=False)
-    world.add(request("first", [image(1, 14, bidirectional=True)]))
-    world.add(request("later", [], words=5, new=40))
+    world.add(request("before", [], words=4, new=0))
+    world.add(request("first", [image(1, 12, bidirectional=True)]))
+    world.add(request("later", [], words=words, new=40))
     output = world.step()
-    assert output is not None and list(output.counts) == [3, 5]  # up to the image
+    assert output is not None and list(output.counts) == [4, 3, min(words, 9)]  # up to the image
     pool = world.scheduler.pool
     assert pool.allocate(pool.num_available - 2)  # two are left, and two are the later request's
     output = world.step()
-    assert output is not None and list(zip(output.rows, output.counts, strict=True)) == [(0, 15)]  # and a word
+    assert output is not None and list(zip(output.rows, output.counts, strict=True)) == [(1, 15)]  # and words
     assert world.requests["later"].num_preempted == 1
+
+
+def test_nobody_begins_while_an_image_waits_for_a_step_of_its_own() -> None:
+    """It takes all of a step, so first who decodes must end, and a newcomer would decode, too."""
+    world = World(capacity=40, budget=100)
+    world.add(request("decodes", [], new=5))
+    world.step()
+    world.add(request("first", [image(1, 16, bidirectional=True)]))
+    world.step()  # up to the image
+    world.add(request("later", []))
+    began = []
+    while (later := world.requests["later"]).row is None:
+        assert world.step() is not None
+        began.append((world.requests["decodes"].finish is None, world.requests["first"].num_computed))
+    assert later.row is not None and began[-1] == (False, 22) and {3, 19, 22} == {count for _, count in began}
 
 
 def test_what_could_never_fit_is_refused() -> None:

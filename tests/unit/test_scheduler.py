@@ -13,7 +13,7 @@ from simulation import Case, Job, Run, entry, make_request, make_scheduler, rand
 
 from fengine.config import Policy
 from fengine.core import admission
-from fengine.core.admission import LPM_PATIENCE, LPM_WINDOW
+from fengine.core.admission import LPM_PATIENCE, LPM_WINDOW, WaitingQueue
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Adapter, Request, SamplingParams, Status
@@ -399,6 +399,16 @@ def test_who_was_preempted_and_waits_for_a_slot_keeps_its_place() -> None:
     assert [request.rid for request in scheduler._waiting.requests()] == ["r0", "r1", "r2", "r3"]
 
 
+def test_all_who_were_preempted_before_keep_their_places_before_another() -> None:
+    """Of a queue, for the scheduler lets the earliest of them run on."""
+    queue, (*again, new) = WaitingQueue(Policy.fcfs, None), waiting_for_slots(4)[1]
+    queue.add(new)
+    for request in again:
+        request.num_preempted = 1
+        queue.put_back(request)
+    assert queue.requests() == [*again, new]
+
+
 def test_in_one_step_no_more_overtake_who_waits_for_a_slot_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "LPM_PATIENCE", 2)
     scheduler, _ = waiting_for_slots(7)
@@ -449,6 +459,27 @@ def test_the_earliest_goes_on_and_the_latest_gives_way() -> None:
     land(scheduler, plan)
     assert order_of_admission(scheduler) == ["r1", "r2"], "the preempted request comes before the new one"
     assert [r.num_output for r in requests] == [12, 12, 4]
+
+
+def test_a_row_that_is_preempted_in_the_step_that_gave_it_a_page_is_not_told() -> None:
+    """A later arrival of a higher priority decodes while an earlier prompt is computed, which takes its pages."""
+    case = Case(jobs((40, 4), (4, 8)), num_pages=32, budget=16, cached=False)
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(2)]
+    requests[1].priority = 1
+    for request in requests:
+        scheduler.add(request)
+    first = planned(scheduler)
+    assert {request.rid: count for request, count in zip(first.requests, first.counts, strict=True)} == {
+        "r0": 12,
+        "r1": 4,
+    }
+    land(scheduler, first)
+    assert scheduler.pool.allocate(scheduler.pool.num_available - 1)  # the one that is left r1 takes, and gives back
+    second = scheduler.schedule()
+    assert second is not None and second.preempted == ["r1"]
+    assert rows(scheduler, second) == [("r0", 12, 8, False)] and [pages[0] for pages in second.new_pages] == [
+        requests[0].row
+    ]
 
 
 def test_a_token_in_flight_of_a_preempted_row_counts() -> None:
