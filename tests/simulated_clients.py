@@ -89,7 +89,7 @@ def take(world: World, seen: dict[int, tuple[str, list[int]]], collector: Output
     if collector.brief and ("id" in chunk["meta_info"]) == (chunk["meta_info"]["finish_reason"] is None):
         raise Violation(f"a chunk that is brief, or the last, tells {chunk}")
     if chunk["meta_info"]["finish_reason"] is not None:
-        world.answered.add(state)
+        world.answered[state] = collector.states[index].finished
         check_output(chunk)
 
 

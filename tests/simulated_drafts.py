@@ -105,7 +105,12 @@ class Drafts:
         propose = first_of(noted, self._guess)
 
         def checked(asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+            tried = [(a.drafting.memo.last[0], a.drafting.last[0]) for a in asks
+                     if a.drafting.memo and a.drafting.memo.last and a.drafting.last]  # fmt: skip
+            due = [drafting.proposed + count for drafting, count in tried]
             found = propose(asks)
+            if [drafting.proposed for drafting, _ in tried] != due:
+                raise InvariantError("a try is told to who has not made it")
             for ask, proposal in zip(asks, copied, strict=True):
                 memo, rests = ask.drafting.memo, ask.drafting.rest_until
                 if memo.last[0] is not (memo.ngram if proposal else memo.model):

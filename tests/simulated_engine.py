@@ -127,7 +127,7 @@ class World:
         self.resumed = self.resuming = 0  # how often somebody let the engine go on, and how many are about to
         self.first: dict[Request, float] = {}  # when its first token was drawn
         self.aborted: set[str] = set()
-        self.answered: set[int] = set()  # ids of the states of streams that have ended
+        self.answered: dict[int, float | None] = {}  # by the ids of states of streams that have ended: when they had
         self.excused: set[type] = {EngineBusyError}  # errors that callers may get, for what was done to the engine
         self.fault: tuple[str, int] | None = None  # what the device does wrong: in which step
         self.died_at: float | None = None
@@ -465,6 +465,8 @@ class World:
                         raise state.error
                     continue
                 self._check_times(state)
+                if self.answered.get(id(state), state.finished) != state.finished:
+                    raise Violation(f"{state.request.rid} has ended, and ends again")
                 count, finish = state.output[1:]
                 early = (
                     finish is not None and isinstance(finish.get("matched"), str) and count < state.request.num_output
