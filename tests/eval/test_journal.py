@@ -2,12 +2,14 @@
 
 import errno
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fengine.errors import StorageError
+from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.journal import Damage, Entry, Journal, encode, header, read_at, scan
 
 RECORDS = [b'{"id": "r%d", "text": "\xc3\xa9 %s"}' % (i, b"x" * i) for i in range(5)]
@@ -98,6 +100,50 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, room: int, together: boo
     journal.close()
     whole = sum(start <= room for start in STARTS) - 1
     assert path.read_bytes() == WHOLE[: STARTS[whole]]
+
+
+def test_a_system_that_writes_nothing_is_not_asked_for_ever(tmp_path: Path) -> None:
+    asked = list[int]()
+
+    def write(file: int, data: bytes) -> int:
+        asked.append(file)
+        assert len(asked) < 3
+        return 0
+
+    journal = Journal(tmp_path / "j", write=write)
+    with pytest.raises(StorageError, match="make room") as caught:
+        journal.append(encode([1, 2, 3], b"{}"))
+    assert caught.value.errno == errno.ENOSPC and len(asked) == 1
+
+
+def test_a_folders_files_and_then_their_names_are_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    calls, fsync, replace = list[str](), os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (calls.append(f"name {new}"), replace(old, new)))
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write_several({"a": "1", "b": {}})
+        path = folder.path
+        assert calls == [
+            str(path / ".a.tmp"),
+            str(path / ".b.tmp"),
+            f"name {path / 'a'}",
+            f"name {path / 'b'}",
+            str(path),
+        ]
+        calls.clear()
+        folder.write_several({"a": "2"}, durable=False)
+        assert calls == [f"name {path / 'a'}"]
+
+
+def test_a_folder_holds_texts_of_half_characters_and_tells_its_writer_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").write_text("123456789 a-host-with-a-long-name-that-had-it-before\n" * 3)
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write("a", "half \udcff")
+        assert (folder.path / "a").read_bytes() == b"half \xed\xb3\xbf"
+        assert (folder.path / "lock").read_text().split() == [str(os.getpid()), socket.gethostname()]
 
 
 def test_fsync_policy(tmp_path: Path) -> None:

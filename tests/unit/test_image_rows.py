@@ -165,6 +165,18 @@ def test_images_that_do_not_fit_together_come_one_after_the_other() -> None:
     assert [one.key for step in world.encoded for one in step] == [b"0", b"1", b"2"]
 
 
+def test_rows_of_what_was_never_encoded_go_first_and_one_request_alone_goes_beyond_the_budget() -> None:
+    images = ImageRows(capacity=12, budget=25)
+    several = [request(str(name), [image(name)]) for name in range(3)]
+    images.plan(several, [], True)
+    assert [job.image.key for job in images.hand_out()] == [b"0", b"1"]
+    images.enter("2", several[2].images)
+    for one in several:  # the last to go has nothing in its rows
+        images.leave(one.rid)
+    images.enter("3", request("3", [image(3)]).images)
+    assert images._entries.keys() == {b"0", b"1", b"3"}
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_requests_all_end_with_their_own_embeddings(seed: int) -> None:
     """Small tables and pools, aborts, retractions, changes of weights, preemptions: nobody waits for ever."""

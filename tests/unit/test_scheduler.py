@@ -699,3 +699,17 @@ def test_nobody_is_asked_while_guesses_that_are_not_known_yet_are_in_flight() ->
     scheduler.update(guessed, [7, 8, 9, 10], [0.0] * 4)
     assert requests[0].token_ids[3:] == [7, 7, 10]
     assert [request.rid for request in scheduler.update(beside, [8, 9], [0.0] * 2)] == ["b"]
+
+
+def test_a_draw_that_failed_behind_a_right_draft_is_made_again() -> None:
+    scheduler = Scheduler(
+        PagePool(64), None, page_size=4, max_running_requests=4, max_step_tokens=64,
+        speculation=Speculation(lambda asks: [[7]] * len(asks), 4, 64, 100),
+    )  # fmt: skip
+    request = Request("a", 3, [1, 2, 3], SamplingParams(), 0, 9, frozenset())
+    scheduler.add(request)
+    land(scheduler, planned(scheduler), 5)
+    guessed = planned(scheduler)
+    assert [list(draft) for _, draft in guessed.drafts] == [[7]]
+    assert not scheduler.update(guessed, [7, -1], [0.0, math.nan])
+    assert request.token_ids[3:] == [5, 7] and planned(scheduler).starts == [4]
