@@ -102,7 +102,8 @@ def of_words(m: int) -> list[Eights]:
         room = SHARED // programs - 2048 - rows * blocks * groups * 64
         stages = min(8, room // (chunks * (rows * 256 + blocks * groups * 2176)))
         found.append(Eights(rows, blocks, groups, chunks, stages, programs))
-    return [s for s in found if s.stages >= 3] if m <= 1024 else []
+    found = [s for s in found if s.stages >= 3] + ([Eights(256, 2, 2, 1, 4, 1, 5)] if m > 128 else [])
+    return found if m <= 1024 else []
 
 
 def of_rows(m: int) -> list[Schedule]:

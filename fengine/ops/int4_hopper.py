@@ -39,7 +39,8 @@ from fengine.ops.registration import (
 
 class Eights(NamedTuple):
     """How a product is cut: rows of x, blocks of 32 outputs for a group of four warps (1 or 2), such groups (1 or 2),
-    chunks of 128 columns in a piece, pieces in the ring (3 at least), programs that share a multiprocessor."""
+    chunks of 128 columns in a piece, pieces in the ring (3 at least), programs that share a multiprocessor; half chunks
+    in a ring of x's own (0: it has none), for a piece of 256 rows would be too large."""
 
     block_m: int
     blocks: int
@@ -47,6 +48,7 @@ class Eights(NamedTuple):
     chunks: int
     stages: int
     programs: int
+    halves: int = 0
 
 
 def launch(x: Tensor, w: Words, group: int, bias: Tensor | None, y: Tensor, s: Eights) -> None:
@@ -58,7 +60,7 @@ def launch(x: Tensor, w: Words, group: int, bias: Tensor | None, y: Tensor, s: E
     launcher(eights_kernel, (min(tiles, multiprocessors(x.device.index) * s.programs),))(
         describe(x, s.block_m, 64), describe(w.words.view(-1, 32), 16, 32), w.scales, y, bias, tiles, rows, m, n,
         blocks, chunks, w.scales.shape[1], bias is not None, group, s.chunks, s.block_m, s.blocks, s.groups,
-        gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, s.block_m, 16]), s.stages, num_warps=warps,
+        gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, s.block_m, 16]), s.stages, s.halves, num_warps=warps,
         launch_pdl=bool(dependent_launch(x.device.index, EARLY)["PDL"]), **registers
     )  # fmt: skip
 
@@ -166,12 +168,13 @@ def store(y_ptr, bias_ptr, acc, block, line, M, N, BIAS: gl.constexpr, BM: gl.co
 
 
 @gluon.jit
-def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, TILES, MT, M, N, chunks, BIAS: gl.constexpr,
-             GROUP: gl.constexpr, KS: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
-             SUMS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, x_full, x_empty, TILES, MT, M, N, chunks,
+             BIAS: gl.constexpr, GROUP: gl.constexpr, KS: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr,
+             GROUPS: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
     """Groups of four warps: 32 PARTS outputs of every tile each, for its BM rows of x. What they read next is on its
     way before they decode what is there."""
     n = 0
+    j = 0  # halves of chunks of x so far
     mbarrier.wait(full.index(0), 0)
     chunk = fetch(w_ring, s_ring, 0, GROUP, PARTS, GROUPS)
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
@@ -186,16 +189,24 @@ def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, TILES, MT, M,
                     mbarrier.wait(full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=more)
                     coming = fetch(w_ring, s_ring, (n + 1) % STAGES * KS, GROUP, PARTS, GROUPS)
                 for half in gl.static_range(2):
-                    x_tile = x_ring.index((slot * KS + c) * 2 + half)
+                    at = j % HALVES if HALVES else (slot * KS + c) * 2 + half
                     w = operand(chunk, half, PARTS, SUMS)
-                    acc = warpgroup_mma(w, x_tile.permute((1, 0)), acc, is_async=True)
+                    if HALVES:
+                        mbarrier.wait(x_full.index(at), (j // HALVES) & 1)
+                    acc = warpgroup_mma(w, x_ring.index(at).permute((1, 0)), acc, is_async=True)
                     acc = warpgroup_mma_wait(1, deps=[acc])
+                    if HALVES:
+                        before = (piece > 0) | (c * 2 + half > 0)
+                        mbarrier.arrive(x_empty.index((j + HALVES - 1) % HALVES), pred=before)
+                        j += 1
                 chunk = coming
                 if c == 0:
                     mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=piece > 0)
             n += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((n - 1) % STAGES))
+        if HALVES:
+            mbarrier.arrive(x_empty.index((j - 1) % HALVES))
         y, y_next = acc.reshape((4 * GROUPS, 2, 8, BM)).permute((0, 2, 3, 1)).split()
         block, line = tile // MT * (PARTS * GROUPS), tile % MT * BM
         store(y_ptr, bias_ptr, y, block, line, M, N, BIAS, BM, GROUPS)
@@ -231,29 +242,33 @@ def copy_weights(w_desc, scale_ptr, w_ring, s_ring, full, empty, TILES, MT, bloc
 
 
 @gluon.jit
-def copy_x(x_desc, x_ring, full, empty, TILES, MT, chunks, KS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr):
-    """The warp that copies rows of x."""
+def copy_x(x_desc, x_ring, full, empty, TILES, MT, chunks, KS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+           XK: gl.constexpr):  # fmt: skip
+    """The warp that copies rows of x, XK times 64 columns at once."""
     gdc_wait()
     n = 0
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        for piece in range(0, gl.cdiv(chunks, KS)):
+        for piece in range(0, gl.cdiv(chunks, KS) * (2 * KS // XK)):
             slot = n % STAGES
             mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), BM * KS * 256)
-            for c in gl.static_range(2 * KS):
-                async_load(x_desc, [tile % MT * BM, (piece * KS * 2 + c) * 64], full.index(slot),
-                           x_ring.index(slot * KS * 2 + c))  # fmt: skip
+            mbarrier.expect(full.index(slot), BM * XK * 128)
+            for c in gl.static_range(XK):
+                async_load(x_desc, [tile % MT * BM, (piece * XK + c) * 64], full.index(slot),
+                           x_ring.index(slot * XK + c))  # fmt: skip
             n += 1
 
 
 @gluon.jit(do_not_specialize=["TILES", "MT", "M"])
 def eights_kernel(x_desc, w_desc, scale_ptr, y_ptr, bias_ptr, TILES, MT, M, N, blocks, chunks, words,
                   BIAS: gl.constexpr, GROUP: gl.constexpr, KS: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr,
-                  GROUPS: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """y of tiles of BM rows and 32 PARTS GROUPS outputs, one after another."""
+                  GROUPS: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
+    """y of tiles of BM rows and 32 PARTS GROUPS outputs, one after another. HALVES: if not 0, x has a ring of its own,
+    of so many half chunks."""
     gdc_launch_dependents()
     UNITS: gl.constexpr = 128 // GROUP  # of scales in a chunk
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * KS * 2, BM, 64], x_desc.layout)
+    XK: gl.constexpr = 1 if HALVES else KS * 2
+    XS: gl.constexpr = HALVES if HALVES else STAGES
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [XS * XK, BM, 64], x_desc.layout)
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES * KS * PARTS, 16 * GROUPS, 32], w_desc.layout)
     copied = gl.allocate_shared_memory(gl.int32, [STAGES, KS * PARTS * UNITS * 32 * GROUPS],
                                        gl.SwizzledSharedLayout(1, 1, 1, [0]))  # fmt: skip
@@ -261,17 +276,25 @@ def eights_kernel(x_desc, w_desc, scale_ptr, y_ptr, bias_ptr, TILES, MT, M, N, b
                                  gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # fmt: skip
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=34)  # a thread's cp.async arrives, and both who expect bytes
+    x_full = full
+    x_empty = empty
+    if HALVES:
+        x_full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], mbarrier.MBarrierLayout())
+        x_empty = gl.allocate_shared_memory(gl.int64, [HALVES, 1], mbarrier.MBarrierLayout())
+        for half in gl.static_range(HALVES):
+            mbarrier.init(x_full.index(half), count=1)
+            mbarrier.init(x_empty.index(half), count=1)
+    for stage in gl.static_range(STAGES):  # a thread's cp.async arrives, and who expects bytes
+        mbarrier.init(full.index(stage), count=33 if HALVES else 34)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, TILES, MT, M, N, chunks, BIAS, GROUP, KS,
-                        BM, PARTS, GROUPS, SUMS, STAGES)),
+            (multiply, (y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, x_full, x_empty, TILES, MT, M, N, chunks,
+                        BIAS, GROUP, KS, BM, PARTS, GROUPS, SUMS, STAGES, HALVES)),
             (copy_weights, (w_desc, scale_ptr, w_ring, copied, full, empty, TILES, MT, blocks, chunks, words, KS, UNITS,
                             PARTS, GROUPS, STAGES)),
-            (copy_x, (x_desc, x_ring, full, empty, TILES, MT, chunks, KS, BM, STAGES)),
+            (copy_x, (x_desc, x_ring, x_full, x_empty, TILES, MT, chunks, KS, BM, XS, XK)),
         ],
         [1, 1], [40, 40],
     )  # fmt: skip
