@@ -92,7 +92,9 @@ def kill(trials: int, count: int, processes: int, minutes: float) -> dict[str, A
         with ProcessPoolExecutor(processes, fork) as pool:
             going = [pool.submit(trial, Path(top), i, words, count, seconds, wanted) for i in range(trials)]
             for number, one in enumerate(going):
-                if time.perf_counter() - started < 60 * minutes or not one.cancel():
+                if time.perf_counter() - started >= 60 * minutes:
+                    _ = [other.cancel() for other in going[number:]]
+                if not one.cancelled():
                     done.append(one.result())
                     print(number, done[-1], flush=True)
     return {
