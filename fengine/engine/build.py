@@ -118,13 +118,12 @@ def assemble(
     core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(loaded.params, spec, loaded.model_dir, loaded.from_disk, group)
     updates = WeightUpdates(weights, core, ranks)
-    empty, input_batch = pool_of(config, loaded.spec, worker), worker.input_batch
-    guess_token_S = worker.runner.guess_token_S
+    empty, input_batch, guesses = pool_of(config, loaded.spec, worker), worker.input_batch, worker.runner.guess_token_S
 
     def new_kv() -> KVState:  # names no worker, whose first KV state it would keep
         kv = empty()
         if speculation is not None:
-            speculation.open(kv, input_batch, guess_token_S)
+            speculation.open(kv, input_batch, guesses)
         return kv
 
     memory = DeviceMemory(worker.runner, weights, new_kv, page_size, core.stepper.swap_kv, speculation)
