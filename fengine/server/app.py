@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -77,7 +78,9 @@ class App:
         """Errors: ApiError (404, 405)."""
         name = MODELS if path.startswith(MODELS) else path
         if name not in self.pages:
-            raise ApiError(404, f"there is no {path!r:.200} here.")
+            near = get_close_matches(path[:200], self.pages, 1, 0.75)
+            told = f"did you mean {near[0]}?" if near else "GET /openapi.json tells all paths."
+            raise ApiError(404, f"there is no {path!r:.200} here; {told}")
         page, by = self.pages[name]
         allowed = ("GET", "HEAD", "POST") if name in BY_BOTH else ("GET", "HEAD") if by == "GET" else ("POST",)
         if method not in allowed:

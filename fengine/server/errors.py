@@ -63,6 +63,8 @@ def api_error_of(
     for old, new in words.items():
         message = re.sub(rf"\b{old}\b", new, message)
     if isinstance(error, ApiError):
+        if error.code == "unknown_parameter":  # it names the body's own word
+            return error
         param = words.get(error.param or "", error.param)
         return error if param == error.param else ApiError(error.status, message, param, error.code, error.headers)
     if isinstance(error, UNAVAILABLE):

@@ -4,10 +4,11 @@ that is null is as good as absent, as in OpenAI's API. Values that the engine ch
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from fengine.core.parameter_kinds import OTHER_NAMES
 from fengine.core.sampling_params import GRAMMARS, PARAMETERS
 from fengine.server.errors import ApiError, invalid, unsupported
 
@@ -87,6 +88,9 @@ def sampling_fields() -> dict[str, Field]:
     return {name: loose(row.doc, SCHEMAS[row.kind]) for name, row in rows.items()}
 
 
+PROMPTS = ("input", "messages", "prompt", "text")  # what paths call what they read
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -99,10 +103,21 @@ def take(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str] | No
             continue
         if name in refused:
             raise unsupported(name, f"{name} is not built: {refused[name]}. Leave it out.")
-        near = difflib.get_close_matches(name[:80], sorted(known.keys() | refused.keys() | NO_EFFECT), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = _hint(name, known.keys() | refused.keys() | NO_EFFECT)
         raise ApiError(400, f"unknown field {name!r:.80}.{hint}", name[:80], "unknown_parameter")
     return {name: _value(name, field, body.get(name)) for name, field in known.items()}
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    """What may be meant by a field that is not known: another path's word, or one that is nearly it. Pure."""
+    if name in ("extra_body", "sampling_params"):
+        return " Its fields stand in the body itself."
+    ours = OTHER_NAMES.get(name, SAMPLING.get(name, name))
+    if "sampling_params" in known and ours in PARAMETERS:
+        return f" It stands in sampling_params, as {ours!r}."
+    near = [ours for ours in PROMPTS if ours in known and name in PROMPTS]
+    near = near or difflib.get_close_matches(name[:80], sorted(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _value(name: str, field: Field, value: Any) -> Any:

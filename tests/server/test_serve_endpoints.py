@@ -568,6 +568,24 @@ def test_what_is_refused_is_named(path: str, change: Any, param: str | None, ser
     assert answer.status == 400 and answer.json["error"]["param"] == param, answer.body
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/chat/completions", {"prompt": "x"}, "Did you mean 'messages'?"),
+        ("/v1/chat/completions", {"extra_body": {"top_k": 1}}, "Its fields stand in the body itself."),
+        ("/v1/completions", {"messages": CHAT}, "unknown field 'messages'. Did you mean 'prompt'?"),
+        ("/v1/responses", {"messages": CHAT}, "unknown field 'messages'. Did you mean 'input'?"),
+        ("/generate", {"prompt": "x"}, "Did you mean 'text'?"),
+        ("/generate", {"text": "x", "max_tokens": 5}, "It stands in sampling_params"),
+        ("/chat/completions", {}, "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", {}, "did you mean /v1/chat/completions?"),
+        ("/v1/fine_tuning/jobs", {}, "GET /openapi.json tells all paths"),
+    ],
+)
+def test_words_of_other_paths_are_told_ours(path: str, body: Any, said: str, server: Live) -> None:
+    assert said in server.ask("POST", path, body).json["error"]["message"]
+
+
 ODD: list[Any] = [True, 0, -1, 1.5, 10**30, "", "x", [], [1], [[]], ["a", 1], {}, {"a": 1}, [{}], [None], [[1], ["a"]],
                   {"type": "x"}, [{"type": "message"}], [{"type": "reasoning", "content": "x"}],
                   [{"role": "user", "content": [{}]}], [{"type": "function", "function": {}}]]  # fmt: skip
