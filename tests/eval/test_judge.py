@@ -148,7 +148,11 @@ SCALES = """
     8: [[8]] | <score>8</score> | Score - 8 | \\boxed{8} | style 7 and facts 8 | 3 to 4 points: 8
     8: 8 on a scale of 1 to ten
     10: 10 is the highest score, and deserved | Top marks: 10 | a perfect 10
-    1: 1 (1 to 10)
+    10: 2 facts. Rating: 10 (excellent) | 2 facts. **Score:** **10**, excellent
+    10: Fact 2 is right. I give it a perfect 10 | 2 flaws are gone. It deserves the top 10 | 2 facts. Perfect: 10/10
+    10: from 8 to 10/10
+    8: Score: 8 (10 = best) | I give 8; the best is 10 | 8; a score of 10 is perfect | 1 = worst, 10 = best. I say 8
+    1: 1 (1 to 10) | 3 flaws. Final rating is 1 (worst)
     None: 7-8 | 7 to 8 | between 7 and 8 | On a scale of 1 to 10 | 4 on a scale of 1 to 5 | 8 on a scale of 5
 """
 
@@ -159,9 +163,8 @@ def test_what_tells_the_scale_is_no_verdict() -> None:
         for text in texts.split(" | "):
             scores = judged(JudgeConfig(prompt="{response}", scale=(1, 10))).score(Row("r", {}), said("", text))
             assert str(scores.get("rating")) == (rating if rating == "None" else f"{rating}.0"), text
-    assert judged(JudgeConfig(prompt="{response}", scale=(1, 10))).score(
-        Row("r", {}), said("", "1" + 99999 * " ")
-    )  # soon
+    for text in ("1" + 99999 * " ", "max" + 9999 * " of"):
+        assert judged(JudgeConfig(prompt="{response}", scale=(1, 10))).score(Row("r", {}), said("", text))  # soon
     for scale, text, rating in (((-5, 5), "-3 (-5 to 5)", -3), ((10, 0), "2, from 10 to 0", 2), ((0, 1), "1 (0-1)", 1)):
         scores = judged(JudgeConfig(prompt="{response}", scale=scale)).score(Row("r", {}), said("", text))
         assert scores.get("rating") == rating, text

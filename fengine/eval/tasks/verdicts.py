@@ -19,15 +19,20 @@ _DENIED = (
 _NUMBERS = re.compile(
     rf"""(?P<of_scale>\bscale\s+(?:of|from)\s*|\bfrom\s+|\bbetween\s+|\brange\s+(?:of|from|is)?\s*)?  # 1 to 10, 1-10
          (?P<low>{_ONE})(?:\s*\([^()]*\))?(?:\s*[-–—~]\s*|\s+to\s+|\s+through\s+|(?(of_scale)\s+and\s+|(?!)))
-         (?P<high>{_ONE})(?!\s*[/／⁄]\s*\d)
-       | (?P<out_of>[/／⁄]|\bout\s+of\b|\bscale\s+(?:of|from|is)\b|\bpossible\b|\bmax(?:imum)?(?:\s+(?:score|of|is))*\b
+         (?P<high>{_ONE})(?!\d|\s*[/／⁄]\s*\d)
+       | (?P<out_of>[/／⁄]|\bout\s+of\b|\bscale\s+(?:of|from|is)\b|\bpossible\b|\bmax(?:imum)?\b(?:\s+score\b)?
            |满分|満点|(?<=\d)[*_`]{{0,3}}\s+(?:of|von|van|sur|sobre|su|из)\b)
          (?:\s+(?:an?|the|of|possible|maximum|total|is))*[\s*:=_`]*(?P<limit>{_N})
        | (?P<points>{_N})(?=[-\s]points?\s+(?:\w+\s+)?scale|-point\b)
        | (?P<end>{_N})(?=\s*(?:[(=:]\s*)?(?:(?:is|being|means|meaning|stands\s+for)\s+)?(?:an?\s+|the\s+)?(?:{_ENDS})\b)
-       | \b(?:{_ENDS})\b[\s:=]*(?:(?:is|being)\s+)?(?P<end_behind>{_N})
+       | \b(?:{_ENDS})\b[\s:=]*(?:(?:is|being)\s+)?(?P<end_behind>{_N})(?!\d|\s*[/／⁄])
        | (?P<number>{_N})""",
     re.IGNORECASE | re.VERBOSE,
+)
+_SAID = re.compile(  # stands in front of a verdict, also where this is an end of the scale: Rating: 5 (excellent)
+    r"(?:\b(?:rat(?:ing|ed?)|scored?|grade|verdict|mark|overall|total)[\s*_`]*(?:[:=]|\bis\b)"
+    r"|\b(?:give|gave|deserve|award|earn)(?:s|n|d|ed)?\b)[^\d.;,\n]{0,24}$",
+    re.IGNORECASE,
 )
 _DECIMAL_COMMA = re.compile(r"(?<![\w.,])(\d+),(?!\d{3}(?!\d))(\d+)(?![,.]?\d)")  # 7,5; not 1,000 nor 3,4,5
 
@@ -59,7 +64,8 @@ def by_number(text: str, worst: float, best: float) -> float | None:
     """The last number that is a verdict; None: there is none on this scale. 8/10 and 8 out of 10 are 8 where 10 is the
     scale's greater end, 4/5 is no verdict there; nor is 7-8. 7,5 is 7.5."""
     value: float | None = None
-    for match in _NUMBERS.finditer(_DECIMAL_COMMA.sub(r"\1.\2", text.replace("−", "-"))):
+    text = _DECIMAL_COMMA.sub(r"\1.\2", text.replace("−", "-"))
+    for match in _NUMBERS.finditer(text):
         part = {name: numbers(told)[0] for name, told in match.groupdict().items() if told and numbers(told)}
         if "low" in part:
             value = value if {part["low"], part["high"]} == {worst, best} else None
@@ -68,6 +74,6 @@ def by_number(text: str, worst: float, best: float) -> float | None:
             value = value if part["limit"] in ends else None
         elif "number" in part:
             value = part["number"]
-        elif value is None:
+        elif value is None or _SAID.search(text[max(match.start() - 48, 0) : match.start()]):
             value = next(iter(part.values()))
     return value if value is not None and min(worst, best) <= value <= max(worst, best) else None
