@@ -13,6 +13,7 @@ from fengine.core.sampling_params import SamplingParams
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import UnsupportedFeatureError
 from fengine.structured_output.backend import Source
+from fengine.worker.input_batch import InputBatch
 
 PROMPTS = ["What is the capital of France?", "Tell me a story about a fox.", "hello", "1 2 3 4 5 6 7"] * 2
 SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
@@ -116,3 +117,12 @@ def test_a_processor_without_a_name_stays_in_its_process() -> None:
     assert to_plain(SamplingParams(processor=push), handles) == {"processor": "push"}
     with pytest.raises(UnsupportedFeatureError, match="not registered by name"):
         to_plain(SamplingParams(processor=lambda logits, params: logits), handles)
+
+
+def test_who_gets_a_row_slot_is_not_asked_what_its_holder_before_wanted() -> None:
+    """Ranks but the first do not hear that an engine is idle, and of who has left."""
+    batch = InputBatch(2, 8, 4, (), 0, None)
+    for params in (SamplingParams(logprob_start=0), SamplingParams(top_logprobs=2), SamplingParams()):
+        batch.admit(Request("r", 1, [1], params, 0, 2, frozenset(), row=1))
+        assert {name for name, count in batch.asked.items() if count} == set(params.asks)
+    assert not batch.asking and not batch.extras.rows

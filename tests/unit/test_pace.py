@@ -97,5 +97,7 @@ def test_without_a_price_every_try_pays() -> None:
 
 def test_a_draft_that_is_behind_knows_what_was_known_at_its_last_try() -> None:
     memo = Memo(Pace(5, 0.9), done=5, guesses=[5, 6, 7], known=10, room=16)
-    memo.learn(Ask(0, Request("r", 4, [1] * 10 + [5, 6, 1], SamplingParams(), 0, 20, frozenset()), Drafting(), 0, 1, 5), 2)
+    memo.learn(
+        Ask(0, Request("r", 4, [1] * 10 + [5, 6, 1], SamplingParams(), 0, 20, frozenset()), Drafting(), 0, 1, 5), 2
+    )
     assert memo.done == 8
