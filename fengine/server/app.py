@@ -66,6 +66,7 @@ class App:
                 await send({"type": f"{message['type']}.complete"})
                 if message["type"] == "lifespan.shutdown":
                     return
+            await send({"type": "websocket.close"})  # there are none
             return
         request = Request(scope, receive)
         try:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from serving import Live, live, until
 from starlette.applications import Starlette
 from starlette.routing import Mount
+from starlette.websockets import WebSocketDisconnect
 
 from fengine.api.engine import Engine
 from fengine.server.app import make_app
@@ -187,6 +188,8 @@ def test_below_another_app_paths_need_the_same_keys(engine: Engine) -> None:
         allowed = client.get("/llm/v1/completions")
         assert (allowed.status_code, allowed.headers["allow"]) == (405, "POST") and client.head("/llm/docs").text == ""
         assert client.get("/llm/nothing").status_code == client.get("/v1/models").status_code == 404
+        with pytest.raises(WebSocketDisconnect), client.websocket_connect("/llm/v1/models"):
+            pass
 
 
 def test_keys_of_both_kinds(engine: Engine) -> None:
