@@ -5,6 +5,7 @@ from dataclasses import dataclass
 FADE = 0.85  # of what is known, with each try
 SURE, HOPE = 1.0, 0.6  # guesses that a new request is taken to have made, and the share of them that was right
 WAIT = 0.1  # of a step: a row whose tokens are waited for leaves the device idle between two steps
+FIRST = 0.05  # what a first try must bring, or one behind a rest: among experts a guess costs half a step
 NEVER = 1 << 40
 REST, GROWTH, LONGEST = 24, 3, 512  # tokens between two tries that cannot pay; as many times more after each, at most
 
@@ -47,7 +48,7 @@ class Pace:
 
     def _choose(self) -> None:
         """Modifies: gain, size."""
-        self.gain, self.size, gain, least = 0.0, 0, 0.0, WAIT
+        self.gain, self.size, gain, least = 0.0, 0, 0.0, FIRST if self.seen == SURE else WAIT
         if not self.price:
             self.gain, self.size = float(self.most), self.most
             return

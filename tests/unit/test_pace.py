@@ -8,6 +8,7 @@ from fengine.core.request import Drafting, Request, SamplingParams
 from fengine.core.speculation import Ask, gain_of
 from fengine.speculative.draft import Memo
 from fengine.speculative.pace import GROWTH, LONGEST, REST, WAIT, Pace
+from fengine.speculative.proposers import EXPERTS, LEAST_GUESS
 
 PRICE = 0.09
 
@@ -61,6 +62,15 @@ def test_guesses_that_cost_nothing_are_made_always_and_dear_ones_never() -> None
         pace.learn(5, 0, known)
     assert pace.size == 5 and not pace.resume_at and pace.gain > 0
     assert Pace(5, 1.1).size == 0 == Pace(5, 1.1).gain
+
+
+def test_mixtures_are_tried_too_and_again() -> None:
+    pace = Pace(5, EXPERTS + LEAST_GUESS)
+    assert pace.size == 1
+    pace.learn(1, 0, 10)
+    assert (pace.size, pace.resume_at) == (1, 10 + REST)
+    pace.learn(1, 1, 50)
+    assert pace.size > 1 and not pace.rest
 
 
 def test_rests_grow_up_to_a_limit_and_end_with_a_success() -> None:
