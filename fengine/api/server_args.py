@@ -93,7 +93,7 @@ class ServerArgs:
     cuda_graph_bs: list | tuple | None = None  # the largest is such a bound; the other sizes are fengine's own
     cuda_graph_bs_decode: list | tuple | None = None
     enable_torch_compile: bool | None = setting(None, "compile.enabled")  # None: only on a GPU without CUDA graphs
-    speculative_algorithm: str | None = None  # "NGRAM", or "STANDALONE": a small model of the same vocabulary
+    speculative_algorithm: str | None = None  # "NGRAM"; "STANDALONE": a small model; "EAGLE3": a head
     speculative_draft_model_path: str | None = setting(None, "speculation.draft_model")
     speculative_num_steps: int | None = None  # guesses of the small model; its draft tokens are one more
     speculative_num_draft_tokens: int | None = None  # of a row in one step, its own token included
