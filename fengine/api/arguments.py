@@ -103,7 +103,7 @@ def _explain(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        known = [name for name in signature.parameters if name != "self"]
+        known = list(signature.parameters)[1:]  # without the engine itself
         for name in kwargs:
             if name not in known:
                 raise unknown(f"{method.__name__}()", name, known) from None

@@ -133,7 +133,7 @@ def test_wrong_arguments_are_told_with_the_nearest_name() -> None:
             (lambda: engine.generate("x", {"seed": 1}), "Did you mean 'sampling_seed'"),
             (lambda: engine.score(querry="x"), "Did you mean 'query'"),
             (lambda: engine.open_session(), "missing a required argument: 'capacity_of_str_len'"),
-            (lambda: engine.close_session(1, 2), "too many positional arguments"),
+            (lambda: engine.close_session(1, 2), "too many positional arguments; its arguments are session_id"),
             (lambda: engine.encode(), "missing a required argument: 'prompt'"),
             (lambda: engine.load_lora_adapter("a"), "missing a required argument: 'lora_path'"),
         ):
