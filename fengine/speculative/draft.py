@@ -26,7 +26,7 @@ from fengine.errors import ConfigError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
 from fengine.speculative.chain import SLOTS, Chain, Guide, Head
-from fengine.speculative.pace import REST, Pace
+from fengine.speculative.pace import ALL, REST, SCOUTS, Pace
 from fengine.worker.fields import Arrays
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits.bias import LogitBias
@@ -67,7 +67,12 @@ class Memo:
         drafting = ask.drafting
         drafting.rest_until = drafting.try_from = self.pace.resume_at - 1
         drafting.gain = self.pace.gain
-        drafting.hope_from = len(ask.request.token_ids) + 2 * REST + ask.request.num_output
+        drafting.hope_from = hopes_at(ask)
+
+
+def hopes_at(ask: Ask) -> int:
+    """From so many computed tokens on it is as a new request, if nobody tries it before. Pure."""
+    return len(ask.request.token_ids) + 2 * REST + ask.request.num_output
 
 
 class Chained(NamedTuple):
@@ -90,6 +95,7 @@ class DraftModel:
         self.most, self.price, self.toll, self.rows, self.graphs = most, price, toll, rows, graphs
         self.hope = Pace(most, price).gain
         self.chained: Chained | None = None  # whose guesses are not known yet
+        self.scouts: list[Pace] = []  # of the rows that were tried for others
         self.pages: int  # of the target; behind them lie those of row slots
         self.chain: Chain
         self.batch: InputBatch
@@ -120,26 +126,49 @@ class DraftModel:
 
     def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
         """One proposal for each ask; none where the draft has to catch up, or has been wrong."""
-        sizes: dict[int, int] = {}  # of the asks that get a proposal, by their index
-        gain = 0.0
         self.reveal()  # what a step was not fed with
-        for i, ask in enumerate(asks):
-            known, drafting = len(ask.request.token_ids), ask.drafting
-            if drafting.memo is None:
-                drafting.memo, drafting.last = Memo(Pace(self.most, self.price)), None
-            drafting.memo.learn(ask, self.head.behind)
-            gain += gain_of(drafting, known - 1, self.hope)
-            pace = drafting.memo.pace
-            size = min(pace.size, ask.most, self.spec.max_position - known)
-            ready = ask.tried and ask.skip == 0 and known >= pace.resume_at
-            if ready and size >= ask.least:
-                sizes[i] = size
+        for ask in asks:
+            if ask.drafting.memo is None:
+                ask.drafting.memo, ask.drafting.last = Memo(Pace(self.most, self.price)), None
+            ask.drafting.memo.learn(ask, self.head.behind)
+        self._hear(asks)
+        gain = sum(gain_of(ask.drafting, len(ask.request.token_ids) - 1, self.hope) for ask in asks)
         if gain <= tolls(len(asks), *self.toll):  # by what has just been learnt
             return [[] for _ in asks]
+        sizes = self._sizes(asks)
         found = self._propose([asks[i] for i in sizes], max(sizes.values(), default=0))
         proposals = dict(zip(sizes, found, strict=True))
         kind = list if self.chained is None else Late
         return [kind(proposals.get(i, [])[: sizes.get(i)]) for i in range(len(asks))]
+
+    def _sizes(self, asks: Sequence[Ask]) -> dict[int, int]:
+        """Guesses of the asks that get a proposal, by their index. Of many new rows a few are tried first, which saves
+        the others a try where nothing can be guessed. Modifies: the scouts."""
+        sizes: dict[int, int] = {}
+        for i, ask in enumerate(asks):
+            known, pace = len(ask.request.token_ids), ask.drafting.memo.pace
+            size = min(pace.size, ask.most, self.spec.max_position - known)
+            if ask.tried and ask.skip == 0 and known >= pace.resume_at and size >= ask.least:
+                sizes[i] = size
+        new = {i: asks[i].drafting.memo for i in sizes if asks[i].drafting.memo.pace.new}
+        sent = [i for i in new if new[i].pace in self.scouts]  # the draft catches up with them
+        if self.price and len(new) > ALL and (sent or not self.scouts):
+            unseen = {i: len(asks[i].request.token_ids) - new[i].done for i in new}
+            sent = sent or sorted(new, key=lambda i: (new[i].pace.rest, unseen[i]))[:SCOUTS]
+            self.scouts = [new[i].pace for i in sent]
+            return {i: size for i, size in sizes.items() if i in sent or i not in new}
+        self.scouts = []
+        return sizes
+
+    def _hear(self, asks: Sequence[Ask]) -> None:
+        """Has new rows rest where those that were tried for them would not pay beside so many. Modifies: the scouts,
+        the asks' drafting."""
+        gain = sum(pace.gain for pace in self.scouts) * len(asks)
+        if self.scouts and gain <= tolls(len(asks), *self.toll) * len(self.scouts):
+            self.scouts = []
+            for ask in asks:
+                if ask.drafting.memo.pace.new and not ask.drafting.memo.pace.rest:
+                    ask.drafting.try_from = ask.drafting.rest_until = hopes_at(ask)
 
     def reveal(self) -> dict[Request, list[int]]:
         """The guesses of the last run; waits for them. Modifies: the memos."""

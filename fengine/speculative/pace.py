@@ -8,9 +8,10 @@ WAIT = 0.1  # of a step: a row whose tokens are waited for leaves the device idl
 FIRST = 0.05  # what a first try must bring, or one behind a rest: among experts a guess costs half a step
 NEVER = 1 << 40
 REST, GROWTH, LONGEST = 24, 3, 512  # tokens between two tries that cannot pay; as many times more after each, at most
+ALL, SCOUTS = 8, 4  # where more than so many rows are new, so many are tried first
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pace:
     """`price` of a guess: what it takes to make and to verify it, in steps of one token; 0: every try pays.
 
@@ -42,6 +43,11 @@ class Pace:
             self.rest = min(max(GROWTH * self.rest, REST), LONGEST)
             self.resume_at, self.right, self.seen = known + self.rest, SURE * HOPE, SURE
         self._choose()
+
+    @property
+    def new(self) -> bool:
+        """Whether nothing is known of its guesses, or not any more."""
+        return self.seen == SURE
 
     def stop(self) -> None:
         self.resume_at = NEVER

@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fengine import Engine
+from fengine.config import checks
 from fengine.core.recording import RecordedScheduler, replay
 from fengine.engine import build
 from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.speculative import draft, proposers
+from fengine.speculative.chain import Chain
 
 IDS = [[5, 9, 7, 60, 3], [8] * 19, [11, 12], [100, 3, 90] * 9, [44]]
 Folder = pytest.TempPathFactory
@@ -128,6 +130,39 @@ def test_a_request_rests_where_its_guesses_do_not_pay(
         assert found == want and replay(tmp_path / "steps.jsonl")[0] == len(found)
         tried[guess] = stats["draft_tokens"], stats["correct_draft_tokens"]
     assert tried[target][0] == tried[target][1] > 200 and 0 < tried[stranger][0] < tried[target][0] / 2
+
+
+@pytest.mark.parametrize("catch_up", [4096, 30])
+def test_of_many_new_rows_a_few_are_tried_for_all(
+    catch_up: int, target: str, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the draft takes several tries to have seen their prompts."""
+    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.05, 0.05))
+    monkeypatch.setattr(draft, "CATCH_UP", catch_up)
+    drafts = checks._resolved_drafts
+    monkeypatch.setattr(checks, "_resolved_drafts", lambda settings, tokens, gpu: drafts(settings, tokens, True))
+    guessed: list[int] = []
+    run = Chain.run
+    monkeypatch.setattr(Chain, "run", lambda self, arrays, *rest: (
+        guessed.append(len(arrays["kv_len_R"])), run(self, arrays, *rest))[1])  # fmt: skip
+    params: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0}
+
+    def drawn(more: dict[str, Any]) -> tuple[list[Any], list[int]]:
+        with Engine(model_path=target, skip_tokenizer_init=True, **more) as engine:
+            guessed.clear()
+            outputs: Any = engine.generate(input_ids=[[9 + i] * 16 for i in range(16)], sampling_params=params)
+        return [output["output_ids"] for output in outputs], guessed.copy()
+
+    want = drawn({})[0]
+    for path in (stranger, target):
+        more = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": path}
+        found, rows = drawn(more)
+        tries = 1 if catch_up == 4096 else 3
+        assert found == want and 0 < max(rows[:tries]) <= 4, rows
+        if path == target:
+            assert max(rows) > 8 or (catch_up == 30 and sum(rows) > 60)
+        else:
+            assert max(rows) <= 4 and sum(rows) < 40
 
 
 def test_a_long_prompt_is_caught_up_with_in_pieces(
