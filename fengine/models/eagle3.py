@@ -6,6 +6,7 @@
 
 Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of LLMs via Training-Time Test"."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.models import layers
-from fengine.models.fields import DECODER, READ, check_fields
+from fengine.models.fields import DECODER, NAMES, OTHERS, READ, TRAINING, check_fields
 from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.reader import decoder_spec
 from fengine.models.sources import Source
@@ -21,38 +22,69 @@ from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, attention_weights, mlp_weights
 from fengine.ops import edges, linear, rms_norm
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # of the target: see `feature_layers`
+SPECULATORS = "transformer_layer_config"  # in vLLM's form of speculators: the layer by itself
 FIELDS = {
     **DECODER, "draft_vocab_size": READ, "target_hidden_size": READ, "norm_before_residual": READ,
-    "eagle_config": READ, "attention_bias": READ, "mlp_bias": READ, "bias": READ,
+    "eagle_config": READ, "attention_bias": READ, "mlp_bias": READ, "bias": READ, LAYER_IDS: READ, "layer_types": READ,
+    "max_window_layers": "of windows, which use_sliding_window would turn on", "speculators_model_type": READ,
+    "speculators_config": "the model that it was trained for, and how much to guess", "speculators_version": NAMES,
+    "has_no_defaults_at_init": OTHERS, "embed_requires_grad": TRAINING, "base_model_ep_plan": OTHERS,
 }  # fmt: skip
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # of eagle_config: layers behind which the target's stream is taken
+SWITCHES = {  # of eagle_config: what is built
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+}  # fmt: skip
 BARRED = -1e30  # a finite logit that is never drawn
 HEAD_IDS = "d2t"  # int64: what is added to an id of the head to give one of the target
+
+
+def is_head(config: Config) -> bool:
+    """Whether it is that of a head; the paper's own say LlamaForCausalLM. Pure."""
+    told = config.get("architectures")
+    return told in [[name] for name in ARCHITECTURES] or (told == ["LlamaForCausalLM"] and "draft_vocab_size" in config)
+
+
+def flat(config: Config) -> Config:
+    """The config of a head as SGLang has it, in vLLM's form of speculators too. Pure."""
+    layer = config.get(SPECULATORS)
+    if not isinstance(layer, dict):
+        return config
+    own = {key: value for key, value in config.items() if key != SPECULATORS and value is not None}
+    return {"norm_before_residual": True} | layer | own
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: ModelLoadError, UnsupportedArchitectureError, UnsupportedFeatureError."""
     check_fields(config, FIELDS, config["architectures"][0])
     spec = decoder_spec(config)
-    told = config.get("eagle_config") or {}
+    told, kinds = config.get("eagle_config") or {}, config.get("layer_types") or []
+    known = {LAYER_IDS, "parallel_draft_heads_num_layers", *SWITCHES}
+    switched = any(told.get(name) not in (only, None) for name, only in SWITCHES.items())
     unbuilt = {
         "num_hidden_layers": spec.num_layers != 1, "attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias,
-        "bias": config.get("bias"), "tie_word_embeddings": spec.tie_embeddings,
-        "eagle_config": told.keys() - {LAYER_IDS, "use_aux_hidden_state"} or told.get("use_aux_hidden_state") is False,
+        "bias": config.get("bias"), "layer_types": any(kind != "full_attention" for kind in kinds),
+        "speculators_model_type": config.get("speculators_model_type", "eagle3") != "eagle3",
+        "eagle_config": switched or told.keys() - known,
     }  # fmt: skip
     for name, refused in unbuilt.items():
         if refused:
             raise UnsupportedFeatureError(f"config.json of the EAGLE-3 draft: {name}={config.get(name)!r} is not built")
-    return spec
+    return replace(spec, tie_embeddings=False)  # whatever it says: a head has its own
 
 
 def feature_layers(config: Config, target: ModelSpec) -> tuple[int, ...]:
-    """In front of which layers the target's stream is taken. Pure."""
-    ids = (config.get("eagle_config") or {}).get(LAYER_IDS)
-    if ids is None:
+    """In front of which layers the target's stream is taken. Pure. Errors: UnsupportedFeatureError.
+
+    A config names them so by itself, for vLLM, or in `eagle_config` the layers before, for SGLang."""
+    ids, before = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
+    if not ids and not before:
         return (2, target.num_layers // 2, target.num_layers - 3)
-    return tuple(index + 1 for index in ids)
+    found = ids or before
+    if not isinstance(found, list) or not all(type(index) is int for index in found):
+        raise UnsupportedFeatureError(f"config.json of the EAGLE-3 draft: {LAYER_IDS}={found!r:.80} are no layers")
+    return tuple(found if ids else [index + 1 for index in found])
 
 
 def weights(spec: ModelSpec, config: Config, target: ModelSpec) -> list[Weight]:

@@ -121,8 +121,8 @@ def _head(config: EngineConfig, target: ModelSpec, params: Params) -> Head:
     drafts = config.speculation
     assert drafts.draft_model is not None, "`check` has run"
     directory: Path = resolve_model(drafts.draft_model)
-    hf_config: Config = read_config(directory)
-    eagle = hf_config.get("architectures") in [[name] for name in eagle3.ARCHITECTURES]
+    hf_config: Config = eagle3.flat(read_config(directory))
+    eagle = eagle3.is_head(hf_config)
     if eagle != (drafts.algorithm is Algorithm.eagle3):
         raise ConfigError(
             f"speculation.draft_model {drafts.draft_model!r} has architectures {hf_config.get('architectures')!r}: "

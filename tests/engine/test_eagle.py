@@ -1,6 +1,7 @@
 """EAGLE-3 against a draft written by the paper's formulas over transformers' hidden states; and no bit changes."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fengine import Engine
 from fengine.errors import ConfigError, CorruptCheckpointError, FengineError, UnsupportedFeatureError
+from fengine.models.eagle3 import LAYER_IDS
 from fengine.speculative import proposers
 from fengine.speculative.draft import DraftModel
 
@@ -102,6 +104,33 @@ class Reference:
         return found
 
 
+QWEN3 = {  # what heads for Qwen3 have besides
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "initializer_range": 0.02,
+    "max_window_layers": 36, "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": True,
+    "rope_scaling": None, "use_cache": True, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+}  # fmt: skip
+MODELOPT = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None, "eagle_aux_hidden_state_layer_ids": [],
+}  # fmt: skip
+
+
+def write_speculator(folder: Path, **changes: Any) -> str:
+    """In vLLM's form of speculators, with the embedding that it writes."""
+    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in draft_tensors().items()}
+    path = write_draft(folder, tensors | {"embed_tokens.weight": torch.zeros(V, D)})
+    layer = {name: value for name, value in CONFIG.items() if name not in ("architectures", "draft_vocab_size")}
+    config = {
+        "architectures": ["Eagle3Speculator"], "draft_vocab_size": HEAD, "has_no_defaults_at_init": False,
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"speculative_tokens": 3}]},
+        "speculators_model_type": "eagle3", "speculators_version": "0.1.0", "target_hidden_size": None,
+        "torch_dtype": "float32", "transformer_layer_config": layer,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return path
+
+
 IDS = [[5, 9, 7, 60, 3], [8] * 19, [100, 3, 90] * 9, [44]]
 
 
@@ -130,15 +159,23 @@ def guessed(target: str, draft: str, monkeypatch: pytest.MonkeyPatch, **settings
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"norm_before_residual": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}}],
-    ids=["plain", "normed, other layers"],
+    ("form", "layers", "normed"),
+    [
+        ({}, (2, 4, 5), False),
+        ({"norm_before_residual": True, "eagle_config": {LAYER_IDS: [0, 2, 6]}}, (1, 3, 7), True),
+        (QWEN3, (2, 4, 5), False),
+        ({"eagle_config": MODELOPT, "architectures": ["LlamaForCausalLM"]}, (2, 4, 5), False),
+        (write_speculator, (2, 4, 5), True),
+        (partial(write_speculator, norm_before_residual=False, **{LAYER_IDS: [1, 3, 7]}), (1, 3, 7), False),
+    ],
+    ids=["plain", "normed, other layers", "Qwen3", "ModelOpt, unnamed", "speculators", "speculators, other layers"],
 )
 def test_guesses_are_those_of_the_formulas(
-    changes: dict[str, Any], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: Any, layers: tuple[int, ...], normed: bool, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    greedy = guessed(target, write_draft(tmp_path, **changes), monkeypatch, max_running_requests=1)
-    reference = Reference(target, draft_tensors(), (1, 3, 7) if changes else (2, 4, 5), bool(changes))
+    head = write_draft(tmp_path, **form) if isinstance(form, dict) else form(tmp_path)
+    greedy = guessed(target, head, monkeypatch, max_running_requests=1)
+    reference = Reference(target, draft_tensors(), layers, normed)
     assert len(greedy) >= 12 and max(len(guess) for _, guess in greedy) == 4
     for ids, guess in greedy:
         assert guess == reference.guesses(ids, len(guess))
@@ -218,6 +255,11 @@ def test_bad_drafts_are_refused_by_name(target: str, tmp_path: Path) -> None:
     refused(ConfigError, "layers.*40", write_draft(tmp_path / "b", eagle_config={
         "eagle_aux_hidden_state_layer_ids": [1, 2, 39]}))  # fmt: skip
     refused(UnsupportedFeatureError, "num_hidden_layers=2", write_draft(tmp_path / "c", num_hidden_layers=2))
+    mtp = MODELOPT | {"use_mtp_layernorm": True}
+    refused(UnsupportedFeatureError, "use_mtp_layernorm': True", write_draft(tmp_path / "i", eagle_config=mtp))
+    peagle = write_speculator(tmp_path / "j", speculators_model_type="peagle")
+    refused(UnsupportedFeatureError, "speculators_model_type='peagle'", peagle)
+    refused(UnsupportedFeatureError, "are no layers", write_speculator(tmp_path / "k", **{LAYER_IDS: "1, 2, 3"}))
     missing = {name: x for name, x in tensors.items() if name != "d2t"}
     refused(CorruptCheckpointError, "tensor 'd2t' is missing", write_draft(tmp_path / "d", missing))
     twice = tensors | {"d2t": -torch.arange(HEAD)}
