@@ -12,10 +12,11 @@ from fengine.core.plain import from_plain
 from fengine.core.request import Request
 from fengine.engine.build import build
 from fengine.engine.parallel.child import NOTHING, Link
-from fengine.engine.parallel.progress import kind_and_text, progress
+from fengine.engine.parallel.progress import decoded, kind_and_text, progress, with_images
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.errors import FengineError
+from fengine.lora.shared import Replicated
 from fengine.structured_output.backend import Grammars, Source
 from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.token_texts import token_texts
@@ -26,6 +27,7 @@ class Server:
 
     def __init__(self, link: Link, parts: Parts) -> None:
         self.link, self.parts = link, parts
+        self.adapters = None if parts.adapters is None else Replicated(parts.adapters, parts.config.lora)
         self.sent: dict[RequestState, dict[str, Any]] = {}
         self.fresh: queue.SimpleQueue[RequestState] = queue.SimpleQueue()
         self._use_whitespace(list(Whitespace()))
@@ -37,6 +39,8 @@ class Server:
         parts, kind = self.parts, None if whitespace is None else Whitespace(*whitespace)
         grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), kind)
         self.handles = replace(NOTHING, grammar=lambda kind, text: grammars.compile(Source(kind, text)))
+        if self.adapters is not None:
+            self.handles = replace(self.handles, adapter=self.adapters.of)
 
     def run(self) -> None:
         """Until the process ends."""
@@ -55,7 +59,7 @@ class Server:
         state = RequestState(from_plain(Request, plain, NOTHING), None, live, self.fresh.put)
         self.sent[state] = {}
         try:
-            state.request = from_plain(Request, plain, self.handles)
+            state.request = with_images(from_plain(Request, plain, self.handles), decoded)
             self.parts.core.submit([state])
         except FengineError as error:
             state.error = error
@@ -66,7 +70,9 @@ class Server:
             if part == "core":
                 value = self.parts.core.stats() if name == "get_stats" else self.parts.core.call(name, **arguments)
             else:
-                value = getattr(getattr(self.parts, part), name)(*given, **arguments)
+                value = getattr(self.adapters if part == "adapters" else getattr(self.parts, part), name)(
+                    *given, **arguments
+                )
             self.link.say(answer=number, value=value)
         except FengineError as error:
             self.link.say(answer=number, failed=kind_and_text(error))

@@ -53,7 +53,7 @@ def build(config: EngineConfig, features: Features) -> Parts:
     refuse_default_device()
     use_private_caches()
     if config.parallel.dp_size > 1:
-        return open_replicas(config, load(config, features.tokenizer, weights=False), started)
+        return open_replicas(config, load(config, features.tokenizer, weights=False), features, started)
     with current_device(device_of(config)), ranks_of(config) as ranks:
         loaded = load(config, features.tokenizer, None if ranks is None else ranks.group)
         return assemble(config, loaded, features, ranks, started=started)

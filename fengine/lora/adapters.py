@@ -9,7 +9,7 @@ image; it is read again when it is asked for, if its files are what they were.
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -26,14 +26,12 @@ from fengine.core.request import Adapter
 from fengine.errors import AdapterError, ConfigError, InvalidRequestError, ModelLoadError, OutOfMemoryError
 from fengine.lora.layout import PIECE, Layout, all_finite, all_sites, fits, kinds_of, rest
 from fengine.lora.peft_config import read_config
-from fengine.lora.peft_files import Limits, Read, from_tensors, read_adapter, sha256_of
+from fengine.lora.peft_files import Limits, Read, check_arguments, check_name, from_tensors, read_adapter, sha256_of
 from fengine.models import lookup
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
 from fengine.ops.columns import Group
 from fengine.worker.hub import resolve_model
-
-MAX_NAME = 512
 
 
 def open_adapters(
@@ -176,8 +174,7 @@ class Adapters:
 
     def load_tensors(self, name: Any, tensors: Any, values: Any, pinned: Any = False) -> None:
         """As `load`, from tensors by PEFT's names and the values of its config. Such an adapter keeps its image."""
-        if not isinstance(tensors, Mapping) or not isinstance(values, Mapping):
-            raise InvalidRequestError("needed are tensors by name and the values of adapter_config.json, as two dicts.")
+        check_arguments(tensors, values)
         self._add(name, pinned, "", lambda _: from_tensors(tensors, values, name, self.limits))
 
     def unload(self, name: Any) -> None:
@@ -219,10 +216,7 @@ class Adapters:
 
     def _add(self, name: Any, pinned: Any, path: str, read: Callable[[Any], Read]) -> None:
         """Errors: InvalidRequestError, AdapterError."""
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-            raise InvalidRequestError(f"lora_name must be a text of 1 to {MAX_NAME} characters, got {name!r:.80}.")
-        if not isinstance(pinned, bool):
-            raise InvalidRequestError(f"pinned must be True or False, got {pinned!r:.80}.")
+        check_name(name, pinned)
         with self._loading:
             self._check_room(name, pinned)
             directory = adapter_directory(path) if path else None

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.errors import AdapterError, ModelLoadError, UnsupportedFormatError
+from fengine.errors import AdapterError, InvalidRequestError, ModelLoadError, UnsupportedFormatError
 from fengine.lora.layout import Module, Site, Update, all_finite, rest
 from fengine.lora.peft_config import CONFIG, PeftConfig, parse_config, read_config
 from fengine.worker.checkpoint_checks import listed
 from fengine.worker.safetensors_file import DTYPES, listing, open_file, read_header, read_tensor
 
+MAX_NAME = 512
 WEIGHTS = "adapter_model.safetensors"
 PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 PREFIX = "base_model.model."
@@ -98,14 +99,33 @@ def sha256_of(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def from_tensors(tensors: Mapping[str, Tensor], values: Mapping[str, Any], name: str, limits: Limits) -> Read:
-    """An adapter given as tensors and the values of its config. Errors: AdapterError."""
-    config = parse_config(values, f"config_dict of {name!r}")
+def check_arguments(tensors: Any, values: Any) -> None:
+    """Errors: InvalidRequestError."""
+    if not isinstance(tensors, Mapping) or not isinstance(values, Mapping):
+        raise InvalidRequestError("needed are tensors by name and the values of adapter_config.json, as two dicts.")
+
+
+def check_name(name: Any, pinned: Any) -> None:
+    """Errors: InvalidRequestError."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        raise InvalidRequestError(f"lora_name must be a text of 1 to {MAX_NAME} characters, got {name!r:.80}.")
+    if not isinstance(pinned, bool):
+        raise InvalidRequestError(f"pinned must be True or False, got {pinned!r:.80}.")
+
+
+def check_tensors(tensors: Mapping[Any, Any], name: Any) -> None:
+    """Errors: AdapterError."""
     for key, tensor in tensors.items():
         if not isinstance(key, str) or not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES.values():
             raise AdapterError(f"tensor {key!r:.80} of {name!r} must be a float32, bfloat16 or float16 tensor.")
         if tensor.layout != torch.strided or tensor.is_meta:
             raise AdapterError(f"tensor {key!r:.80} of {name!r} must be dense, and have values.")
+
+
+def from_tensors(tensors: Mapping[str, Tensor], values: Mapping[str, Any], name: str, limits: Limits) -> Read:
+    """An adapter given as tensors and the values of its config. Errors: AdapterError."""
+    config = parse_config(values, f"config_dict of {name!r}")
+    check_tensors(tensors, name)
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     updates = collect(
         config, shapes, lambda key: tensors[key].detach().cpu().resolve_neg(), f"the tensors of {name!r}", limits

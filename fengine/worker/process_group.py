@@ -69,7 +69,8 @@ def device_of_rank(device: str, rank: int, size: int) -> str:
     first = int(device.partition(":")[2] or 0)
     if first + size > torch.cuda.device_count():
         raise ConfigError(
-            f"parallel.tp_size is {size} from GPU {first} on, and torch sees {torch.cuda.device_count()} GPUs"
+            f"parallel.tp_size × parallel.dp_size is {size} from GPU {first} on, and torch sees "
+            f"{torch.cuda.device_count()} GPUs; lower one of them"
         )
     return f"cuda:{first + rank}"
 

@@ -3,14 +3,19 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_ranks import PARAMS, PROMPTS, SETTINGS, results
+import tiny_adapters
+import tiny_vision
+from test_ranks import PARAMS, PROMPTS, SETTINGS, adapted, results
 
 from fengine import Engine
+from fengine.core.images import Image, ImageSpan
+from fengine.core.request import Adapter, Request, SamplingParams
 from fengine.engine.parallel.replicas import Replicas
-from fengine.engine.parallel.routing import Replica
+from fengine.engine.parallel.routing import Replica, prefix_keys
 from fengine.errors import (
     ContextLengthError,
     EngineClosedError,
@@ -18,6 +23,7 @@ from fengine.errors import (
     InvalidRequestError,
     UnsupportedFeatureError,
 )
+from fengine.worker.hub import BOX
 
 LONG = "Sort these numbers, smallest first, and say nothing else: " * 6
 
@@ -125,8 +131,78 @@ def test_errors_are_those_of_one(one: Engine, two: Engine) -> None:
         two.generate("a", custom_logit_processor="same")
     with pytest.raises(UnsupportedFeatureError, match="dp_size=2"):
         two.update_weights_from_tensor([])
-    with pytest.raises(UnsupportedFeatureError, match="LoRA"):
-        Engine(model_path="box", dp_size=2, enable_lora=True)
+
+
+def test_adapters_are_those_of_one(tmp_path: Path) -> None:
+    """Loaded at the start, later, as tensors, and anew under a name; what cannot be loaded is not half loaded."""
+    for seed, name in enumerate(("first", "second")):
+        tiny_adapters.random_adapter(tmp_path / name, BOX, 8, seed=seed)
+    lora: Any = {"lora_paths": {"first": str(tmp_path / "first")}, "max_loras_per_batch": 2, "max_lora_rank": 8}
+    params: Any = PARAMS[0] | {"max_new_tokens": 8}
+
+    def told(engine: Engine, names: list[str | None]) -> list[Any]:
+        outputs: Any = engine.generate(PROMPTS, params, lora_path=names, return_logprob=True)
+        return [out["meta_info"]["output_token_logprobs"] for out in outputs]
+
+    def anew(engine: Engine) -> list[Any]:
+        before = told(engine, ["first"] * 5)
+        assert engine.unload_lora_adapter("first").success
+        answer = engine.load_lora_adapter("first", str(tmp_path / "second"))
+        assert answer.success and answer.loaded_adapters["first"] == str(tmp_path / "second")
+        return [before, told(engine, ["first"] * 5)]
+
+    with Engine(**SETTINGS, **lora) as one, Engine(**SETTINGS, **lora, dp_size=2, dp_restart=True) as two:
+        want = adapted(one, tmp_path)
+        assert adapted(two, tmp_path) == want
+        for engine in (one, two):
+            assert engine.load_lora_adapter("first", str(tmp_path / "first")).success
+        assert anew(two) == (want := anew(one)) and want[0] != want[1]
+        names = list(two.lora_adapters())
+        assert not two.load_lora_adapter("bad", str(tmp_path / "nowhere")).success
+        assert "already loaded" in two.load_lora_adapter("first", str(tmp_path / "first")).error_message
+        assert "does not exist" in two.unload_lora_adapter("bad").error_message
+        with pytest.raises(InvalidRequestError, match="never been loaded: 'bad'"):
+            two.generate("a", lora_path="bad")
+        with pytest.raises(InvalidRequestError, match="lora_name must be a text"):
+            two.load_lora_adapter(3, str(tmp_path / "first"))  # type: ignore[arg-type]
+        assert list(two.lora_adapters()) == names
+        killed(two)
+        came_back(two, 1)
+        assert [told_alone(two, prompt, params) for prompt in PROMPTS] == want[1]
+
+
+def told_alone(engine: Engine, prompt: str, params: Any) -> Any:
+    """By replica 1, with the adapter `first`."""
+    output = engine.generate(prompt, params, lora_path="first", return_logprob=True, routed_dp_rank=1)
+    return output["meta_info"]["output_token_logprobs"]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_images_are_those_of_one(family: str, tmp_path: Path) -> None:
+    """The same ids with another image are another prompt, also where it is asked who knows it."""
+    directory, spot = tiny_vision.write(tmp_path, family), tiny_vision.TOKEN
+    prompts = [[5, spot, 7, 8], [9, spot, 10, spot, 11], [3, 4, 5], [5, spot, 7, 8]]
+    pictures: list[Any] = [tiny_vision.picture(1), [tiny_vision.picture(2, 33, 64), tiny_vision.picture(3)], None,
+                           tiny_vision.picture(4)]  # fmt: skip
+    found, params = [], {"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 2}
+    for size in (1, 2):
+        with Engine(model_path=str(directory), skip_tokenizer_init=True, max_total_tokens=2048, dp_size=size) as engine:
+            for _ in range(2):
+                outs: Any = engine.generate(None, params, prompts, image_data=pictures, return_logprob=True)
+                found.append([(out["output_ids"], out["meta_info"]["output_token_logprobs"]) for out in outs])
+    assert found[:2] == found[2:] and found[0][0] != found[0][3]
+
+
+def test_prompts_are_known_by_adapter_and_images() -> None:
+    def request(**how: Any) -> Request:
+        return Request("r", 130, [7] * 130, SamplingParams(), 0, 1, frozenset(), **how)
+
+    images = [(ImageSpan(70, Image(key, 10, 1, {})),) for key in (b"a", b"b")]
+    kinds = [request(), request(cache_salt="x"), request(adapter=Adapter("a", 1, None)),
+             request(adapter=Adapter("a", 2, None)), *(request(images=each) for each in images)]  # fmt: skip
+    keys = [prefix_keys(each) for each in kinds]
+    assert len({key[0] for key in keys}) == 4 and len({key[1] for key in keys}) == 6
+    assert prefix_keys(request(images=images[0])) == keys[4]
 
 
 def killed(engine: Engine) -> list[Any]:
@@ -141,6 +217,12 @@ def killed(engine: Engine) -> list[Any]:
         list(streams[1])
     engine.continue_generation()
     return [list(streams[0])[-1]["meta_info"]["completion_tokens"], str(error.value)]
+
+
+def came_back(engine: Engine, rank: int) -> None:
+    core: Any = engine._parts.core
+    with core._lock:
+        assert core._lock.wait_for(lambda: replicas(engine)[rank].able, 60)
 
 
 def test_a_death_fails_its_requests_by_name_and_the_others_go_on() -> None:
@@ -164,9 +246,7 @@ def test_one_that_is_started_again_computes_the_same() -> None:
     with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
         want = engine.generate(PROMPTS, PARAMS[0])
         assert "replica 1 of 2" in killed(engine)[1]
-        ready, core = replicas(engine)[1], engine._parts.core
-        with core._lock:  # type: ignore[attr-defined]
-            assert core._lock.wait_for(lambda: ready.facts is not None, 60)  # type: ignore[attr-defined]
+        came_back(engine, 1)
         again = [engine.generate(prompt, PARAMS[0], routed_dp_rank=1) for prompt in PROMPTS]
         assert [out["text"] for out in again] == [out["text"] for out in want]
 

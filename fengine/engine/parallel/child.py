@@ -19,7 +19,7 @@ from typing import Any
 
 import fengine
 from fengine.core.plain import Handles
-from fengine.errors import UnsupportedFeatureError
+from fengine.core.request import Adapter
 from fengine.ops.peers import RankGoneError
 
 MAIN = "fengine.api.rank"  # the module that a child runs
@@ -29,11 +29,7 @@ ENDING = 3.0  # seconds that a child may take to end
 BEAT = 1.0  # seconds between two signs of life
 
 
-def no_adapter(name: str, number: int) -> Any:
-    raise UnsupportedFeatureError(f"the LoRA adapter {name!r} is not known to other processes")
-
-
-NOTHING = Handles({}, lambda kind, text: None, no_adapter)
+NOTHING = Handles({}, lambda kind, text: None, lambda name, number: Adapter(name, number, None))  # empty handles
 
 
 class Child:

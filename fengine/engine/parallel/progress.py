@@ -1,12 +1,14 @@
 """What is new of a request that another process computes, as plain values by name, and how it enters the state here."""
 
 import base64
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_type_hints
 
 import numpy as np
 
 from fengine import errors
+from fengine.core.images import ImageSpan
 from fengine.core.plain import from_plain, to_plain
 from fengine.core.request import Request
 from fengine.engine.parallel.child import NOTHING
@@ -24,13 +26,29 @@ def _owner(state: RequestState, name: str) -> Any:
     return state if name in RequestState.__slots__ else state.request
 
 
-def encoded(array: np.ndarray) -> list[Any]:
+def encoded(array: np.ndarray | bytes) -> Any:
+    if isinstance(array, bytes):
+        return array.hex()
     return [array.dtype.str, list(array.shape), base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()]
 
 
-def decoded(told: list[Any]) -> np.ndarray:
+def decoded(told: Any) -> Any:
+    if isinstance(told, str):
+        return bytes.fromhex(told)
     kind, shape, data = told
     return np.frombuffer(base64.b64decode(data), kind).reshape(shape).copy()
+
+
+def with_images(request: Request, code: Callable[[Any], Any]) -> Request:
+    """Its images' keys, arrays and places `encoded`, or `decoded`. Pure."""
+    if not request.images:
+        return request
+    spans = []
+    for start, image in request.images:
+        arrays = {name: code(array) for name, array in image.arrays.items()}
+        spans.append(ImageSpan(start, replace(image, key=code(image.key), arrays=arrays)))
+    rope = request.rope and request.rope._replace(positions_3P=code(request.rope.positions_3P))
+    return replace(request, images=tuple(spans), rope=rope)
 
 
 def kind_and_text(error: FengineError | None) -> tuple[str, str] | None:

@@ -23,12 +23,13 @@ from fengine.engine.inbox import Inbox
 from fengine.engine.load import Loaded
 from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.parallel.child import NOTHING, Child
-from fengine.engine.parallel.progress import error_of, take
+from fengine.engine.parallel.progress import encoded, error_of, take, with_images
 from fengine.engine.parallel.routing import BLOCK, Replica, chosen, prefix_keys
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL
 from fengine.engine.weights.updates import UpdateResult
+from fengine.engine.workers import Features
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, UnsupportedFeatureError
 from fengine.worker.process_group import device_of_rank
 
@@ -50,7 +51,7 @@ class Replicas:
         self.inbox = Inbox(REAL)  # says whether requests and commands are taken
         self._lock = threading.Condition(cast(Any, self.inbox.lock))
         self.requests = OutputProcessor(cast(Any, self), self.abort)
-        self._kept: dict[str, list[Any]] = {}
+        self._kept: dict[Any, list[Any]] = {}
         self.replicas = [Replica(rank, blocks) for rank in range(self.size)]
         self._text = threading.Thread(target=self.requests.run, name="fengine-text", daemon=True)
         self._text.start()
@@ -84,8 +85,7 @@ class Replicas:
                 self.inbox.close(cast(Any, error_of(told["failed_start"])))
             if "ready" in told:
                 replica.facts = told["ready"]
-                for kept in self._kept.values():
-                    self._ask(replica, *kept)
+                replica.catching_up = [self._ask(replica, *kept) for kept in self._kept.values()]
             self._lock.notify_all()
 
     def _progress(self, replica: Replica, told: list[tuple[str, dict[str, Any]]]) -> None:
@@ -123,7 +123,7 @@ class Replicas:
     def submit(self, states: Sequence[RequestState]) -> None:
         """As `EngineCore.submit`. Errors: UnsupportedFeatureError too, for what cannot go to another process."""
         self.check_process()
-        plain = [[to_plain(state.request, NOTHING), state.live] for state in states]
+        plain = [[to_plain(with_images(state.request, encoded), NOTHING), state.live] for state in states]
         sent: dict[int, list[Any]] = {}
         with self._lock:
             self.inbox.check()
@@ -142,7 +142,7 @@ class Replicas:
 
     def _able(self, pinned: int | None) -> list[Replica]:
         """Those that can take a request. Errors: EngineDeadError if there are none."""
-        able = [each for each in self.replicas if each.facts is not None and pinned in (None, each.rank)]
+        able = [each for each in self.replicas if each.able and pinned in (None, each.rank)]
         if not able:
             which = f"replica {pinned}" if pinned is not None else "every replica"
             raise EngineDeadError(f"{which} of {self.size} has ended, or is being started again")
@@ -167,7 +167,7 @@ class Replicas:
         if attached is not None:
             raise UnsupportedFeatureError(f"{name} with parallel.dp_size={self.size} is not built; use dp_size=1")
         if name == "resume":
-            self._kept.pop("pause", None)
+            self._kept.pop(("pause", "core"), None)
         if name == "flush_cache":
             for each in self.replicas:
                 each.known.clear()
@@ -178,8 +178,8 @@ class Replicas:
         self.check_process()
         with self._lock:
             self.inbox.check()
-            if name in KEPT:
-                self._kept[name] = [part, name, given, arguments]
+            if name in KEPT or part == "adapters":
+                self._kept[given[0] if part == "adapters" else name, part] = [part, name, given, arguments]
             answers = [self._ask(each, part, name, given, arguments) for each in self.replicas if each.facts]
         wait(answers)
         return joined([answer.result() for answer in answers])
@@ -269,13 +269,8 @@ class Remote:
         """With its replicas."""
 
 
-def open_replicas(config: EngineConfig, loaded: Loaded, started: float) -> Parts:
-    """An engine of replicas. `loaded`: their model without weights. Errors: as `build`; UnsupportedFeatureError."""
-    for what, on in {"LoRA adapters": config.lora.on, "images": loaded.spec.vision is not None}.items():
-        if on:
-            raise UnsupportedFeatureError(
-                f"parallel.dp_size={config.parallel.dp_size} with {what} is not built; use dp_size=1"
-            )
+def open_replicas(config: EngineConfig, loaded: Loaded, features: Features, started: float) -> Parts:
+    """An engine of replicas. `loaded`: their model without weights. Errors: as `build`."""
     if config.scheduler.record is not None:
         raise ConfigError("scheduler.record is of one engine's steps; use parallel.dp_size=1")
     core = Replicas(config, 1 << 16)
@@ -288,5 +283,8 @@ def open_replicas(config: EngineConfig, loaded: Loaded, started: float) -> Parts
         model_dir=loaded.model_dir, start_seconds=time.perf_counter() - started,
         compile_seconds=max(each["compile_seconds"] for each in facts), compiles_at_start=0,
         kv_dtype=getattr(torch, facts[0]["kv_dtype"]), kv_bytes=facts[0]["kv_bytes"], pooling=loaded.pooling,
-        ranks=core, **{part: cast(Any, Remote(core, part)) for part in METHODS},
+        ranks=core,
+        adapters=features.shared(config.lora, partial(core.ask, "adapters")) if config.lora.on else None,
+        images=features.images(config, loaded.model_dir, loaded.spec, loaded.tokenizer),
+        **{part: cast(Any, Remote(core, part)) for part in METHODS},
     )  # fmt: skip

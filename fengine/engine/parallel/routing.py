@@ -24,11 +24,17 @@ class Replica:
         self.rank, self.blocks = rank, blocks
         self.child: Child | None = None
         self.facts: dict[str, Any] | None = None  # what it told when it was ready; None: it is not
+        self.catching_up: list[Future[Any]] = []  # its answers to what it was told then
         self.open: dict[str, RequestState] = {}
         self.finished = 0  # requests
         self.calls: dict[int, Future[Any]] = {}  # that have no answer yet
         self.asked = 0
         self.known: OrderedDict[Hashable, None] = OrderedDict()
+
+    @property
+    def able(self) -> bool:
+        """Whether it takes requests."""
+        return self.facts is not None and all(answer.done() for answer in self.catching_up)
 
     def send(self, value: Any) -> None:
         """To its process, if there is one."""
@@ -65,9 +71,9 @@ class Replica:
 
 def prefix_keys(request: Request) -> list[Hashable]:
     """One for each whole block, of all tokens up to its end. Pure."""
-    key, ids, found = hash(request.cache_salt), request.token_ids, list[Hashable]()
+    key, ids, found, salts = 0, request.token_ids, list[Hashable](), request.salted(BLOCK) or {}
     for end in range(BLOCK, len(ids) + 1, BLOCK):
-        key = hash((key, *ids[end - BLOCK : end]))
+        key = hash((key, salts.get(end // BLOCK - 1), *ids[end - BLOCK : end]))
         found.append(key)
     return found
 
