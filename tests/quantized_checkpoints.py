@@ -95,12 +95,12 @@ class Maker:
     ) -> Made:
         top, group = 1 << bits, group if group > 0 else k
         code = self.random.integers(0, top, (n, k))
-        zero = np.full((n, -(-k // group)), top // 2) if sym else self.random.integers(1, top, (n, -(-k // group)))
+        zero = np.full((n, -(-k // group)), top // 2) if sym else self.random.integers(0, top, (n, -(-k // group)))
         scale, index = self.scales(n, zero.shape[1]), np.arange(k) // group
         index = self.ordered(index, act)
-        stored = zero if v2 else zero - 1
+        less = np.int32(0 if v2 else 0x11111111 if bits == 4 else 0x01010101)  # of whole words, as GPTQModel does
         parts = {
-            "qweight": tensor(words(code, bits).T), "qzeros": tensor(words(stored.T, bits)),
+            "qweight": tensor(words(code, bits).T), "qzeros": tensor(words(zero.T, bits) - less),
             "scales": scale.T.contiguous(), "g_idx": tensor(index.astype(np.int32)),
         }  # fmt: skip
         return parts, self.value(code, zero, scale, index)

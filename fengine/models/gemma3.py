@@ -6,7 +6,7 @@ from dataclasses import replace
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models import gemma2
 from fengine.models.family import Family
-from fengine.models.fields import READ
+from fengine.models.fields import READ, refuse_others
 from fengine.models.gemma2 import gemma_spec
 from fengine.models.reader import FULL, SLIDING, ConfigReader, every, rope_spec, sliding_window, windowed
 from fengine.models.rope import LOCAL
@@ -50,14 +50,18 @@ def gemma_windows(
 
 def ropes_by_type(config: Config, far_theta: float, near_theta: float) -> tuple[Config, Config]:
     """Of full layers and of sliding ones, as in `rope_parameters` per layer type, or by the keys of transformers 4."""
-    both = config.get("rope_parameters") or {}
-    if not isinstance(both, dict) or any(key not in (FULL, SLIDING) for key in both):
-        raise UnsupportedArchitectureError(f"rope_parameters must be per layer type, got {both!r:.200}.")
-    scaling = config.get("rope_scaling") or {}
+    both, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    ropes = [scaling, both, *(both.values() if isinstance(both, dict) else ())]
+    if any(type(rope or {}) is not dict for rope in ropes) or both.keys() - {FULL, SLIDING}:
+        raise UnsupportedArchitectureError(f"rope_parameters must be per layer type, got {both or scaling!r:.200}.")
     if both and scaling:
         raise UnsupportedArchitectureError("rope_scaling beside rope_parameters: remove one.")
+    if "type" in scaling and "rope_type" not in scaling:  # which transformers does not look at here
+        raise UnsupportedArchitectureError(f"rope_scaling.type = {scaling['type']!r:.80}: call it rope_type.")
     far = {"rope_theta": config.get("rope_theta", far_theta), **scaling, **(both.get(FULL) or {})}
     near = {"rope_theta": config.get("rope_local_base_freq", near_theta), **(both.get(SLIDING) or {})}
+    for rope in (far, near):  # transformers truncates in any case
+        refuse_others(rope, {"truncate": True})
     return far, near
 
 

@@ -1,9 +1,7 @@
 """Hunyuan (dense): Llama's decoder with norms on q and k, which stand behind the rotary embedding."""
 
-from dataclasses import replace
-
 from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ, SPEED
+from fengine.models.fields import DECODER, READ, SPEED, refuse_others
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, prenorm_layer
@@ -25,12 +23,14 @@ DEFAULTS = {"rms_norm_eps": 1e-5}
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     spec = decoder_spec(stretched(config))
-    return replace(spec, rope=replace(spec.rope, attention_factor=1.0))  # of which the norms leave nothing
+    refuse_others({"attention_factor": spec.rope.attention_factor}, {"attention_factor": 1.0})  # norms stand behind it
+    return spec
 
 
 def stretched(config: Config) -> Config:
     """A rotary embedding of type dynamic with `alpha` is an ordinary one of a larger base. Pure."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    ropes = [config.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+    rope = {key: value for one in ropes if isinstance(one, dict) for key, value in one.items()}
     if not rope.get("alpha") or "dynamic" not in (rope.get("rope_type"), rope.get("type")):
         return config
     read = ConfigReader({"rope_theta": config.get("rope_theta", 10000.0), **rope})

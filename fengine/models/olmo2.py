@@ -2,7 +2,7 @@
 OLMo 3 three of four layers have a window, and may have a rotary embedding of their own."""
 
 from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ
+from fengine.models.fields import DECODER, READ, refuse_others
 from fengine.models.gemma3 import UNREAD, gemma_windows, ropes_by_type
 from fengine.models.reader import decoder_spec
 from fengine.models.spec import Config, ModelSpec
@@ -11,7 +11,8 @@ from fengine.models.weights import LayerWeights, Weight, attention_weights, mlp_
 FIELDS = {**DECODER, "attention_bias": READ}
 FIELDS3 = {**FIELDS, "sliding_window": READ, "layer_types": READ}
 DEFAULTS = {"rms_norm_eps": 1e-5}
-DEFAULTS3 = {**DEFAULTS, "rope_theta": 500000.0, "sliding_window": 4096}
+THETA3 = 500000.0
+DEFAULTS3 = {**DEFAULTS, "rope_theta": THETA3, "sliding_window": 4096}
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
@@ -21,8 +22,8 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 def spec3_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
-    theta = config["rope_theta"]
-    far, near = ropes_by_type(config, theta, theta)
+    refuse_others(config, {"rope_theta": THETA3})  # of sliding layers, too, in transformers 4 alone
+    far, near = ropes_by_type(config, THETA3, THETA3)
     spec = decoder_spec(config | {"rope_parameters": far} | UNREAD)
     return gemma_windows(config, spec, near, 4)
 

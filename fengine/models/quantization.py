@@ -71,13 +71,15 @@ def _with_activations(stored: Quantization) -> Quantization:
     return Quantization("w8a8_fp8", rules)
 
 
+FLOATS = ("float-quantized", "naive-quantized")  # the second where activations are not quantized
 KEPT_AT_LOAD = r"lm_head|score|.*\.(gate|router|router\.layer|shared_expert_gate)"  # small, or what the rest hangs on
 
 
 def _unbuilt(what: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
         f"config.json: quantization with {what} is not built; built are AWQ (gemm, 4 bits), GPTQ (4 and 8 bits), "
-        "compressed-tensors (pack-quantized, float-quantized, mxfp4-pack-quantized), FP8 and MXFP4."
+        "compressed-tensors (pack-quantized, float-quantized, FP8 of naive-quantized, mxfp4-pack-quantized), FP8 and "
+        "MXFP4."
     )
 
 
@@ -142,16 +144,15 @@ def _awq(read: ConfigReader) -> Quantization:
 
 
 def _gptq(read: ConfigReader) -> Quantization:
-    _refuse_rest(read, {"bits", "group_size", "sym", "desc_act", "checkpoint_format", "lm_head", "dynamic",
-                        "modules_to_not_convert"})  # fmt: skip
-    form = read.config.get("checkpoint_format") or read.config.get("format") or "gptq"
-    if form not in ("gptq", "gptq_v2"):
-        raise _unbuilt(f"GPTQ's checkpoint_format {form!r:.80}")
-
     def scheme(told: ConfigReader) -> Scheme:
+        _refuse_rest(told, {"bits", "group_size", "sym", "desc_act", "checkpoint_format", "lm_head", "dynamic",
+                            "modules_to_not_convert"})  # fmt: skip
+        forms = [told.config[key] for key in ("checkpoint_format", "format") if told.config.get(key)] or ["gptq"]
+        if forms[0] not in ("gptq", "gptq_v2") or forms[-1] != forms[0]:
+            raise _unbuilt(f"GPTQ's checkpoint_format {' and '.join(map(repr, forms)):.80}")
         code: Literal["int4", "int8"] = "int4" if _one_of(told, "bits", (4, 8), None) == 4 else "int8"
         ordered = told.flag("desc_act")
-        return Scheme("gptq", code, (1, _group(told)), zeros=True, offset=int(form == "gptq"), ordered=ordered)
+        return Scheme("gptq", code, (1, _group(told)), zeros=True, offset=int(forms[0] == "gptq"), ordered=ordered)
 
     rules = _kept(read, _names(read, "modules_to_not_convert"))
     dynamic = read.config.get("dynamic") or {}
@@ -210,14 +211,13 @@ def _compressed(read: ConfigReader) -> Quantization:
         read.problems.append(f"config_groups must be an object of objects, got {groups!r}"[:200])
         groups = {}
     rules = [_rule(read, _target(name), None) for name in _names(read, "ignore")]
-    exact: list[tuple[str, Scheme | None]] = []
-    broad: list[tuple[str, Scheme | None]] = []
+    found: dict[str, Scheme] = {}
     for group in groups.values():
         form = group.get("format") or read.config.get("format")
         scheme = _packed(ConfigReader(group.get("weights") or {}), form, read)
-        for name in _names(ConfigReader(group), "targets"):
-            (broad if name == "Linear" else exact).append(_rule(read, _target(name), scheme))
-    return Quantization("compressed-tensors", (*rules, *exact, *broad))
+        found |= dict.fromkeys(_names(ConfigReader(group), "targets"), scheme)
+    order = sorted(found, key=lambda name: (name == "Linear", name.startswith("re:"), name))  # a module's name is first
+    return Quantization("compressed-tensors", (*rules, *(_rule(read, _target(name), found[name]) for name in order)))
 
 
 def _target(name: str) -> str:
@@ -239,7 +239,7 @@ def _packed(weights: ConfigReader, form: object, read: ConfigReader) -> Scheme:
     found = (form, kind, bits)
     if found in (("pack-quantized", "int", 4), ("pack-quantized", "int", 8)) and strategy in ("group", "channel"):
         return Scheme("packed", "int4" if bits == 4 else "int8", (1, columns), zeros=zeros, ordered=ordered)
-    if found == ("float-quantized", "float", 8) and strategy in ("tensor", "channel", "block") and not zeros:
+    if form in FLOATS and (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block") and not zeros:
         block = _block(read, weights.config.get("block_structure"), "block_structure") if strategy == "block" else None
         return Scheme("float", "fp8", block)
     if found == ("mxfp4-pack-quantized", "float", 4) and columns == 32 and not zeros:

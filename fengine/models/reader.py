@@ -271,7 +271,8 @@ def _rope_of(read: ConfigReader, width: int, max_position: int) -> RopeSpec:
         return replace(spec, attention_factor=scale, short_factor=short, long_factor=long)
     return replace(
         spec, beta_fast=read.number("beta_fast", 0.0, 1e6, default=32.0),
-        beta_slow=read.number("beta_slow", 0.0, 1e6, default=1.0), truncate=read.flag("truncate", default=True),
+        beta_slow=read.number("beta_slow", 0.0, 1e6, default=1.0),
+        truncate=read.flag("truncate", default="truncate" not in read.config),  # null is false to transformers
         attention_factor=read.number("attention_factor", 0.0, 1e6, default=_yarn_scale(read, factor)),
     )  # fmt: skip
 

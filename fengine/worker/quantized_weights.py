@@ -183,8 +183,10 @@ def _awq(module: str, scheme: Scheme, read: Read, shape: tuple[int, int], there:
 
 
 def _gptq(module: str, scheme: Scheme, read: Read, shape: tuple[int, int], there: object) -> tuple[Tensor, Tensor]:
+    """Zero points are stored less `offset`, taken from whole words: what 0 borrows comes from the next one."""
     bits = _bits(scheme)
-    zero_GN = _unpacked(read(f"{module}.qzeros"), bits) + scheme.offset & (1 << bits) - 1
+    each_word = 0x11111111 if bits == 4 else 0x01010101
+    zero_GN = _unpacked(read(f"{module}.qzeros") + scheme.offset * each_word, bits)
     return _unpacked(read(f"{module}.qweight").T, bits), zero_GN.T.contiguous()
 
 

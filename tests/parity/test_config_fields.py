@@ -75,6 +75,7 @@ ROPES = [
     {"rope_type": "linear", "factor": 3.0}, {"rope_type": "dynamic", "factor": 3.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.3},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": None},
     {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
      "original_max_position_embeddings": 64},
     {"rope_type": "default", "partial_rotary_factor": 0.5}, {"rope_type": "proportional"},
@@ -119,6 +120,27 @@ def theirs(family: str, config: dict[str, Any], state: dict[str, Tensor]) -> Ten
         return model(torch.tensor([PROMPT])).logits[0].float().log_softmax(-1)
     except Exception:
         return None
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("olmo3", {"rope_parameters": None, "rope_theta": 333.0}, "rope_theta = 333.0"),
+        ("gemma3", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "call it rope_type"),
+        ("gemma3", {"rope_parameters": {"full_attention": YARN | {"truncate": False}}}, "truncate = False"),
+        ("gemma3", {"rope_parameters": {"full_attention": [1]}}, "per layer type"),
+        ("hunyuan_v1_dense", {"rope_parameters": YARN}, "attention_factor = 1.1386"),
+        ("hunyuan_v1_dense", {"rope_parameters": [1]}, "rope_parameters and rope_scaling must be objects"),
+    ],
+)
+def test_ropes_that_transformers_reads_in_its_own_way_are_refused(family: str, changes: Any, message: str) -> None:
+    config_class, model_class = tiny_checkpoints.CLASSES[family]
+    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
+    with pytest.raises(FengineError, match=message):
+        spec_from_config(config | {"architectures": [model_class.__name__]} | changes)
 
 
 @pytest.mark.parametrize("family", tiny_checkpoints.CLASSES)

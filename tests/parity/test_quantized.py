@@ -86,8 +86,8 @@ def fp8(rows: int, columns: int, options: dict[str, Any] | None = None) -> Case:
     return config, lambda m, n, k: m.fp8(n, k, (rows, columns)), options or {}
 
 
-def floats(strategy: str, acts: dict[str, Any], options: dict[str, Any], static: bool) -> Case:
-    config = compressed("float-quantized", FLOAT | {"strategy": strategy}, acts)
+def floats(strategy: str, acts: Any, options: dict[str, Any], static: bool, form: str = "float-quantized") -> Case:
+    config = compressed(form, FLOAT | {"strategy": strategy}, acts)
     return config, lambda m, n, k: m.fp8(n, k, None, "weight_scale", static), options
 
 
@@ -108,6 +108,7 @@ CASES: dict[str, Case] = {
     "packed-8-odd": packed(integers(8, None, False), ODD),
     "float-dynamic": floats("channel", TOKENS, {}, False),
     "float-static": floats("tensor", {"num_bits": 8, "type": "float"}, HALF, True),
+    "float-alone": floats("channel", None, {}, False, "naive-quantized"),
     "micro": (compressed("mxfp4-pack-quantized", MICRO), lambda m, n, k: m.micro(n, k), {}),
     "fp8-blocks": fp8(128, 128, {"hidden_size": 160, "intermediate_size": 200}),
     "fp8-small-blocks-odd": fp8(24, 40),
@@ -175,6 +176,7 @@ def test_layers_of_several_precisions(tmp_path: Path) -> None:
     groups = {
         "a": {"targets": ["re:.*mlp.*"], "weights": integers(8, None)},
         "b": {"targets": ["Linear"], "weights": integers(4, 16)},
+        "c": {"targets": ["model.layers.0.mlp.down_proj"], "weights": integers(4, 32)},
     }
     config = compressed("pack-quantized", integers(4, 16)) | {
         "config_groups": groups, "ignore": ["re:.*lm_head", "model.layers.1.self_attn.q_proj"],
@@ -183,6 +185,8 @@ def test_layers_of_several_precisions(tmp_path: Path) -> None:
     def by_group(maker: Maker, module: str, n: int, k: int) -> Made | None:
         if module.endswith((*KEPT, "layers.1.self_attn.q_proj")):
             return None
+        if module == "model.layers.0.mlp.down_proj":  # a module's name goes before an expression
+            return maker.packed(n, k, 32)
         return maker.packed(n, k, -1, 8) if ".mlp." in module else maker.packed(n, k, 16)
 
     assert len(same_model(*made.write(tmp_path / "b", config, by_group))) == 7  # q, k, v of layer 1 are joined whole
@@ -390,6 +394,8 @@ def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> 
         (GPTQ | {"bits": 2}, "bits 2"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 3}}}, "bits 3"),
+        (GPTQ | {"dynamic": {"+:.*up.*": {"rotation": "h"}}}, "rotation = 'h'"),
+        (GPTQ | {"format": "gptq_v2"}, "checkpoint_format 'gptq' and 'gptq_v2'"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (compressed("marlin-24", integers(4, 16)), "format 'marlin-24'"),
         (compressed("int-quantized", integers(8, None)), "format 'int-quantized'"),
