@@ -24,6 +24,7 @@ SHAPES = (
 )  # fmt: skip
 FIELDS2 = {
     **DECODER, **dict.fromkeys((*OWN[:3], *WINDOWS), READ), "cache_implementation": SPEED,
+    "_sliding_window_pattern": "what layer_types was made of",
     **dict.fromkeys(SHAPES, "is not read by transformers, which builds one shape only"),
 }  # fmt: skip
 DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 500000.0}

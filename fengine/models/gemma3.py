@@ -21,6 +21,8 @@ DEFAULTS = {**gemma2.DEFAULTS, "final_logit_softcapping": None, "attn_logit_soft
 
 UNREAD = dict.fromkeys(("rope_scaling", "rope_theta", "original_max_position_embeddings"))  # beside ropes by type
 
+BESIDE = [("rope_theta", None), ("rope_type", "default")]
+
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
@@ -51,6 +53,8 @@ def gemma_windows(
 def ropes_by_type(config: Config, far_theta: float, near_theta: float) -> tuple[Config, Config]:
     """Of full layers and of sliding ones, as in `rope_parameters` per layer type, or by the keys of transformers 4."""
     both, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if isinstance(both, dict) and both.keys() & {FULL, SLIDING}:  # transformers 5.0 wrote these beside the types
+        both = {key: rope for key, rope in both.items() if (key, rope) not in BESIDE}
     ropes = [scaling, both, *(both.values() if isinstance(both, dict) else ())]
     if any(type(rope or {}) is not dict for rope in ropes) or both.keys() - {FULL, SLIDING}:
         raise UnsupportedArchitectureError(f"rope_parameters must be per layer type, got {both or scaling!r:.200}.")

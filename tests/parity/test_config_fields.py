@@ -143,6 +143,19 @@ def test_ropes_that_transformers_reads_in_its_own_way_are_refused(family: str, c
         spec_from_config(config | {"architectures": [model_class.__name__]} | changes)
 
 
+@pytest.mark.parametrize(
+    ("family", "field", "beside"),
+    [("gemma3", "rope_parameters", {"rope_theta": None, "rope_type": "default"}), ("cohere2", None, None)],
+)
+def test_what_transformers_5_0_wrote_beside_changes_nothing(family: str, field: str | None, beside: Any) -> None:
+    config_class, model_class = tiny_checkpoints.CLASSES[family]
+    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict() | {
+        "architectures": [model_class.__name__]
+    }
+    more = {"_sliding_window_pattern": 3} if field is None else {field: config[field] | beside}
+    assert spec_from_config(config | more) == spec_from_config(config)
+
+
 @pytest.mark.parametrize("family", tiny_checkpoints.CLASSES)
 def test_a_changed_field_is_honoured_or_refused(family: str, tmp_path: Path) -> None:
     directory = tiny_checkpoints.write(tmp_path, family, pad_token_id=0, **EXTRA.get(family, {}))
