@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from fengine.api.context import HasContext
+from fengine.core.scalars import told
 from fengine.core.step_trace import StepRecord
 from fengine.engine.weights.save import save_weights
 from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, UnsupportedFeatureError
@@ -34,7 +35,7 @@ def abort(engine: HasContext, rid: str | None = None, abort_all: bool = False) -
     """Ends the request with exactly this rid, or all; their calls return what there is, finish type "abort". A rid that
     is unknown, or has finished, is left alone. Returns at once."""
     if not abort_all and not isinstance(rid, str):
-        raise InvalidRequestError(f"abort needs a rid (a string) or abort_all=True, got rid={rid!r:.80}.")
+        raise InvalidRequestError(f"abort needs a rid (a string) or abort_all=True, got rid={told(rid)}.")
     engine._parts.core.abort_rids(None if abort_all else {str(rid)})
 
 
@@ -43,7 +44,7 @@ def pause_generation(engine: HasContext, mode: str = "abort") -> None:
     requests as `abort` does. "in_place" leaves them as they are, with their KV. "retract" sends them back to the queue:
     they give their pages back, so that `flush_cache` works, and are computed again. Returns when it holds."""
     if mode not in PAUSE_MODES:
-        raise InvalidRequestError(f"Invalid mode: {mode!r:.80}. Expected one of {list(PAUSE_MODES)}.")
+        raise InvalidRequestError(f"Invalid mode: {told(mode)}. Expected one of {list(PAUSE_MODES)}.")
     engine._parts.core.call("pause", mode=mode)
 
 
@@ -130,7 +131,7 @@ RPC = ("save_sharded_model", "flush_cache", "release_memory_occupation", "resume
 def collective_rpc(engine: HasContext, method: str, **kwargs: Any) -> None:
     """Calls one of RPC: there is one rank, and it is this engine. Errors: UnsupportedFeatureError for other names."""
     if method not in RPC:
-        raise UnsupportedFeatureError(f"collective_rpc({method!r:.80}) is not built; there are {', '.join(RPC)}.")
+        raise UnsupportedFeatureError(f"collective_rpc({told(method)}) is not built; there are {', '.join(RPC)}.")
     getattr(engine, method)(**kwargs)
 
 

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
+from itertools import product
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from fengine.core.parameter_kinds import OTHER_NAMES
 from fengine.core.sampling_params import PARAMETERS
-from fengine.errors import EngineClosedError, InvalidRequestError, OutOfMemoryError, UnknownParameterError
+from fengine.core.scalars import flag, told
+from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, OutOfMemoryError, UnknownParameterError
 
 # Names of vLLM, OpenAI and transformers -> ours, of an engine and of a call.
 WORDS = {
@@ -65,19 +67,29 @@ def checked_calls(cls: type[C]) -> type[C]:
     return cls
 
 
+# What may fail in a value of any class, numpy's arrays among them: they have no one truth.
+PROBES: tuple[Callable[[Any], Any], ...] = (repr, bool, lambda value: bool(value == ""), lambda v: hasattr(v, "tolist"))
+
+
 def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(method)
+    flags = [name for name, p in signature.parameters.items() if p.annotation is bool]
+
     @contextmanager
     def explained(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         refuse_fork(engine)
         try:
+            given = signature.bind(engine, *args, **kwargs).arguments if flags else {}
+            for name in given.keys() & flags:
+                flag(name, given[name])
             yield
-        except TypeError:
-            _explain(method, (engine, *args), kwargs)
+        except FengineError:
             raise
         except MemoryError as error:
-            if isinstance(error, OutOfMemoryError):
-                raise
             raise OutOfMemoryError("the host's memory ended during the call; free some and try again") from error
+        except Exception as error:
+            _explain(method, (engine, *args), kwargs, error)
+            raise
 
     @wraps(method)
     async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,17 +109,23 @@ def refuse_fork(engine: Any) -> None:
         raise EngineClosedError("this engine belongs to the parent process; create a new Engine after a fork")
 
 
-def _explain(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _explain(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fault: Exception) -> None:
     """Raises what is wrong with the arguments; returns if they are those of the method."""
     signature = inspect.signature(method)
     try:
-        signature.bind(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         known = list(signature.parameters)[1:]  # without the engine itself
         for name in kwargs:
             if name not in known:
                 raise unknown(f"{method.__name__}()", name, known) from None
         raise InvalidRequestError(f"{method.__name__}(): {error}; its arguments are {', '.join(known)}.") from None
+    for (name, value), probe in product(list(given.items())[1:], PROBES):
+        try:
+            probe(value)
+        except Exception as error:  # of a class whose methods raise; of what is too large, or nested too deep
+            if probe is repr or (type(error), str(error)) == (type(fault), str(fault)):
+                raise InvalidRequestError(f"{name} is {told(value)}, which cannot be read: {fault}") from fault
 
 
 def unknown(where: str, name: str, known: Iterable[str]) -> UnknownParameterError:
@@ -122,4 +140,4 @@ def unknown(where: str, name: str, known: Iterable[str]) -> UnknownParameterErro
         hint = f" It is a sampling parameter of a call: generate(prompt, {given})."
         if "sampling_params" in known:
             hint = f" Sampling parameters go together: sampling_params={given}."
-    return UnknownParameterError(f"{where} got an unknown argument {name!r:.80}.{hint}")
+    return UnknownParameterError(f"{where} got an unknown argument {told(name)}.{hint}")

@@ -6,7 +6,7 @@ from typing import Any
 from fengine.api.generate_input import GenerateReqInput
 from fengine.api.server_args import ServerArgs
 from fengine.core.sampling_params import Parameter, Range, SamplingParams
-from fengine.core.scalars import check_ids
+from fengine.core.scalars import check_ids, told
 from fengine.errors import InvalidRequestError
 
 MAX_SALT = 4096
@@ -83,7 +83,7 @@ def option_of(name: str, value: Any) -> Any:
 
 def salt_of(value: Any) -> str | None:
     if value is not None and (not isinstance(value, str) or len(value) > MAX_SALT):
-        raise InvalidRequestError(f"cache_salt must be a string of at most {MAX_SALT} characters, got {value!r:.80}.")
+        raise InvalidRequestError(f"cache_salt must be a string of at most {MAX_SALT} characters, got {told(value)}.")
     return value or None
 
 
@@ -92,7 +92,7 @@ def priority_of(args: ServerArgs, value: Any) -> int:
     if not args.enable_priority_scheduling:
         if value is not None:
             raise InvalidRequestError(
-                f"priority={value!r:.80} was given but priorities are off; set enable_priority_scheduling=True when "
+                f"priority={told(value)} was given but priorities are off; set enable_priority_scheduling=True when "
                 "the engine is made, or leave priority out."
             )
         return 0

@@ -18,7 +18,7 @@ from fengine.api.sessions import Turn
 from fengine.api.streams import OutputCollector
 from fengine.api.types import EncodeOutput
 from fengine.core.request import Request
-from fengine.core.scalars import plain
+from fengine.core.scalars import plain, told
 from fengine.engine.request_state import RequestState
 from fengine.errors import InvalidRequestError
 from fengine.worker.pooling import Pooling, check_dimensions, finish_vector
@@ -144,7 +144,7 @@ def pair_ids(context: EngineContext, pairs: Any) -> list[list[int]]:
     rows = []
     for i, pair in enumerate(pairs):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise InvalidRequestError(f"prompt[{i}] must be a pair [query, document] of texts, got {pair!r:.80}.")
+            raise InvalidRequestError(f"prompt[{i}] must be a pair [query, document] of texts, got {told(pair)}.")
         query, document = (tokenizer.check_text(text, f"prompt[{i}][{j}]") for j, text in enumerate(pair))
         encoded, spec = tokenizer.backend.encode(query, document, add_special_tokens=True), context.parts.spec
         typed = zip(encoded.ids, encoded.type_ids if spec.token_types > 1 else [0] * len(encoded.ids), strict=True)

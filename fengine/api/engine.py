@@ -159,7 +159,7 @@ class Engine:
         anything is queued. A request that fails by itself (non-finite logits, its processor) raises its error here, or
         in a stream ends with a chunk whose finish reason is an abort with the message."""
         req = record_of(GenerateReqInput, args, kwargs)
-        return Stream(self.submit(req), self) if req.stream else complete(self._context, *self._requests(req))
+        return Stream(self.submit(req), self) if req.stream is True else complete(self._context, *self._requests(req))
 
     # fmt: off
     @overload
@@ -181,7 +181,7 @@ class Engine:
         req = record_of(GenerateReqInput, args, kwargs)
         await self._prepare(req)
         collector = self.submit(req, asyncio.get_running_loop())
-        return AsyncStream(collector, self) if req.stream else await collector.wait_async()
+        return AsyncStream(collector, self) if req.stream is True else await collector.wait_async()
 
     def submit(
         self, req: GenerateReqInput, loop: asyncio.AbstractEventLoop | None = None, **how: Any

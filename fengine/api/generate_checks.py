@@ -5,7 +5,7 @@ import warnings
 from collections import Counter
 from typing import Any
 
-from fengine.core.scalars import exact_int, told
+from fengine.core.scalars import exact_int, plain, told
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 
 PER_PROMPT_LOGPROBS = ("return_logprob", "logprob_start_len", "top_logprobs_num")
@@ -56,7 +56,7 @@ def id_lists(value: Any, count: int, alone: bool) -> list[Any]:
     """`token_ids_logprob`: ids for all prompts, or a list with ids (or None) for each of several."""
     if alone and is_nested(value):
         raise InvalidRequestError(
-            f"token_ids_logprob of one prompt must be a flat list of integers, got {value!r:.80}."
+            f"token_ids_logprob of one prompt must be a flat list of integers, got {told(value)}."
         )
     return per_prompt("token_ids_logprob", value, count) if is_nested(value) else [value] * count
 
@@ -82,7 +82,7 @@ def given_rids(rid: Any, count: int, single: bool) -> list[str]:
         return [rid] if single else [f"{rid}_{i}" for i in range(count)]
     rids = per_prompt("rid", rid, count) if isinstance(rid, list) else []
     if not isinstance(rid, list) or any(not isinstance(r, str) for r in rids):
-        raise InvalidRequestError(f"rid must be a string or a list of strings, got {rid!r:.200}.")
+        raise InvalidRequestError(f"rid must be a string or a list of strings, got {told(rid)}.")
     if len(set(rids)) != len(rids):
         twice = sorted(r for r, times in Counter(rids).items() if times > 1)
         raise InvalidRequestError(f"Duplicate request IDs detected within the request: {twice[:20]}")
@@ -127,6 +127,7 @@ def refuse_not_built(req: Any) -> None:
 
 
 def _off(value: Any) -> bool:
+    value = plain(value)
     if isinstance(value, (list, tuple)):
         return all(item is None for item in value)
     return value is None or value is False or (type(value) is int and value == 0)

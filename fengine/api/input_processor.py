@@ -35,7 +35,7 @@ def process_input(
     Errors: InvalidRequestError and its kinds, UnsupportedFeatureError."""
     prompts, single = split_batch(req, {} if pooled else context.preferred)
     ranks, rank = (req.routed_dp_rank, req.data_parallel_rank), None
-    if ranks != (None, None):
+    if any(given is not None for given in ranks):
         rank = routed_rank(*ranks, context.parts.config.parallel.dp_size)
     indices = range(len(prompts)) if pooled else list(islice(context.indices, len(prompts)))
     requests: list[Request] = []

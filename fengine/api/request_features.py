@@ -9,6 +9,7 @@ from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Turn
 from fengine.core.parameter_kinds import json_like
 from fengine.core.sampling_params import SamplingParams
+from fengine.core.scalars import plain, told
 from fengine.errors import FengineError, GrammarError, InvalidRequestError
 from fengine.multimodal.images import Prompt, refuse_images
 from fengine.structured_output.backend import Grammar, Source
@@ -32,7 +33,7 @@ def grammar_asked(context: EngineContext, params: SamplingParams) -> Grammar | N
 
 def grammars_in(context: EngineContext, sampling: Any) -> set[Source]:
     """The grammars of a call's sampling parameters, as far as these are valid. Pure."""
-    found = set()
+    found, sampling = set(), plain(sampling)
     for values in sampling if isinstance(sampling, list) else [sampling]:
         merged = {**context.preferred, **(values or {})} if values is None or isinstance(values, dict) else values
         try:
@@ -47,7 +48,7 @@ def grammars_in(context: EngineContext, sampling: Any) -> set[Source]:
 def register_logit_processor(engine: HasContext, name: str, processor: Callable[..., Any]) -> None:
     """Lets requests name `processor` as their custom_logit_processor. The name may be given anew."""
     if not isinstance(name, str) or not name or isinstance(processor, type) or not callable(processor):
-        raise InvalidRequestError(f"needed are a name and a callable, got {name!r:.80} and {processor!r:.80}.")
+        raise InvalidRequestError(f"needed are a name and a callable, got {told(name)} and {told(processor)}.")
     engine._context.processors[name] = processor
 
 
@@ -62,7 +63,7 @@ def processor_asked(context: EngineContext, value: Any, params: SamplingParams) 
     if isinstance(value, str):
         if value not in context.processors:
             raise InvalidRequestError(
-                f"custom_logit_processor {value!r:.80} is not the name of a registered processor. A serialized one is "
+                f"custom_logit_processor {told(value)} is not the name of a registered processor. A serialized one is "
                 "never loaded, for that would run code out of a string: pass the callable itself, or name it with "
                 "Engine.register_logit_processor(name, callable)."
             )
@@ -70,7 +71,7 @@ def processor_asked(context: EngineContext, value: Any, params: SamplingParams) 
     elif isinstance(value, type) or not callable(value):
         raise InvalidRequestError(
             "custom_logit_processor must be a callable (logits, params) -> logits or a registered name, "
-            f"got {value!r:.80}."
+            f"got {told(value)}."
         )
     return {"processor": value, "custom_params": json_like(params.custom_params or {}, "custom_params")}
 
@@ -80,7 +81,7 @@ def hidden_asked(args: ServerArgs, value: Any) -> str | None:
     if value is None or value is False:
         return "full" if args.return_hidden_states else None
     if value is not True and not (isinstance(value, str) and value in ("full", "last")):
-        raise InvalidRequestError(f'return_hidden_states must be False, True, "full" or "last", got {value!r:.80}.')
+        raise InvalidRequestError(f'return_hidden_states must be False, True, "full" or "last", got {told(value)}.')
     mode, allowed = "last" if value == "last" else "full", args.hidden_states_mode
     if allowed is None or (allowed, mode) == ("last", "full"):
         raise InvalidRequestError(

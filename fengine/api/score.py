@@ -166,7 +166,7 @@ def _calls(engine: Any, scoring: Scoring) -> list[Any]:
 def _temperature(value: Any, softmax: bool) -> float:
     number = exact_float(value)
     if number is None or not (math.isfinite(number) and number > 0):
-        raise InvalidRequestError(f"temperature must be finite and greater than zero, got {value!r:.80}.")
+        raise InvalidRequestError(f"temperature must be finite and greater than zero, got {told(value)}.")
     if number != 1 and not softmax:
         raise InvalidRequestError(f"temperature requires apply_softmax=True (got {value!r} without).")
     return number
@@ -196,7 +196,7 @@ def join(query: Any, items: Any, item_first: bool) -> list[Any]:
 def check_labels(labels: Any, count: int, vocab_size: int) -> list[list[int]]:
     """One list of label ids per prompt, from one list for all or one each. Errors: InvalidRequestError."""
     if not isinstance(labels, (list, tuple)) or not labels:
-        raise InvalidRequestError(f"label_token_ids must be a nonempty list, got {labels!r:.80}.")
+        raise InvalidRequestError(f"label_token_ids must be a nonempty list, got {told(labels)}.")
     if not any(isinstance(entry, (list, tuple)) for entry in labels):
         return [_check_row(labels, vocab_size)] * count
     if len(labels) != count or not all(isinstance(entry, (list, tuple)) and entry for entry in labels):
@@ -211,7 +211,7 @@ def _check_row(row: Sequence[Any], vocab_size: int) -> list[int]:
     ids = [exact_int(label) for label in row]
     for label, given in zip(ids, row, strict=True):
         if label is None or label < 0:
-            raise InvalidRequestError(f"label_token_ids must be nonnegative integers, got {given!r:.80}.")
+            raise InvalidRequestError(f"label_token_ids must be nonnegative integers, got {told(given)}.")
         if label >= vocab_size:
             raise InvalidRequestError(f"Token ID {label} is out of vocabulary (vocab size: {vocab_size})")
     if len(set(ids)) < len(ids):

@@ -22,6 +22,7 @@ from fengine.api.sglang_args import (
 )
 from fengine.config import EngineConfig
 from fengine.core.request import SamplingParams
+from fengine.core.scalars import MAX_BITS, plain, told
 from fengine.errors import ConfigError, GrammarError
 from fengine.structured_output.regex import explicit
 from fengine.structured_output.schema import Whitespace
@@ -167,9 +168,10 @@ class ServerArgs:
         (rows, prefill_graphs), number, chunk = graphs_of(vars(self)), self.base_gpu_id, self.chunked_prefill_size
         if number and self.device not in (None, "cpu", "cuda", f"cuda:{number}"):
             raise ConfigError(f"device={self.device!r} and base_gpu_id={number} name two GPUs; leave one of them out")
+        dtype = plain(self.dtype) if isinstance(self.dtype, str) else told(self.dtype)
         return {
             "model.path": str(self.model_path),
-            "model.dtype": str(self.dtype).removeprefix("torch."),
+            "model.dtype": dtype.removeprefix("torch."),
             "model.gpu_id": number,
             "model.json_overrides": json.dumps(overrides, sort_keys=True) if overrides else "",
             "scheduler.max_step_tokens": chunk if chunk is None or chunk > 0 else None,  # -1: chunking is off
@@ -232,9 +234,10 @@ class ServerArgs:
             value, allowed = getattr(self, f.name), get_args(f.type) or (f.type,)
             if f.type is Any or f.name == "model_path" and isinstance(value, os.PathLike):
                 continue
-            if type(value) not in allowed and not (type(value) is int and float in allowed):
+            fits = type(value) in allowed or (type(value) is int and float in allowed)
+            if not fits or (type(value) is int and value.bit_length() > MAX_BITS):
                 kind = getattr(f.type, "__name__", f.type)
-                bad.append(f"{f.name} must be {kind}, got {value!r:.80} ({type(value).__name__})")
+                bad.append(f"{f.name} must be {kind}, got {told(value)} ({type(value).__name__})")
         if bad:
             raise ConfigError("; ".join(bad))
 
@@ -244,10 +247,10 @@ class ServerArgs:
             value = getattr(self, name)
             if (value.lower() if name == "log_level" and value else value) not in allowed:
                 words = ", ".join(str(word) for word in allowed if word is not None)
-                raise ConfigError(f"{name} must be one of {words}, got {value!r}")
+                raise ConfigError(f"{name} must be one of {words}, got {told(value)}")
         for name, least in (("stream_interval", 1), ("base_gpu_id", 0)):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+                raise ConfigError(f"{name} must be at least {least}, got {told(getattr(self, name))}")
         if self.constrained_json_disable_any_whitespace and self.constrained_json_whitespace_pattern is not None:
             names = "constrained_json_disable_any_whitespace and constrained_json_whitespace_pattern"
             raise ConfigError(f"{names} exclude each other; leave one out")
@@ -293,5 +296,5 @@ def _enum(section: str, name: str, value: Any) -> Any:
     try:
         return kind[str(value)]
     except KeyError:
-        told = "schedule_policy" if name == "policy" else name
-        raise ConfigError(f"{told} must be one of {', '.join(e.name for e in kind)}, got {value!r}") from None
+        word = "schedule_policy" if name == "policy" else name
+        raise ConfigError(f"{word} must be one of {', '.join(e.name for e in kind)}, got {told(value)}") from None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fengine.core.sampling_params import Parameter, Range
-from fengine.core.scalars import flag, integer
+from fengine.core.scalars import flag, integer, told
 from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL, Threads
 from fengine.errors import InvalidRequestError, SessionError
@@ -52,16 +52,16 @@ class SessionParams:
         if not isinstance(values, dict):
             raise InvalidRequestError(f"session_params must be a dict, got {type(values).__name__}.")
         if unknown := [str(key) for key in values if key not in KEYS]:
-            raise InvalidRequestError(f"unknown key in session_params: {unknown[0]!r}; known: {', '.join(KEYS)}.")
+            raise InvalidRequestError(f"unknown key in session_params: {told(unknown[0])}; known: {', '.join(KEYS)}.")
         given = {key: value for key, value in values.items() if value is not None}
         if "id" not in given:
             raise SessionError("Invalid request session id: session_params needs the id that open_session returned.")
         for key, value in given.items():
-            name = f"session_params[{key!r}]"
+            name = f"session_params[{told(key)}]"
             if key not in ("id", "rid"):
                 given[key] = integer(name, value) if key == "offset" else flag(name, value)
             elif not isinstance(value, str):
-                raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}.")
+                raise InvalidRequestError(f"{name} must be a string, got {told(value)}.")
         return cls(**given)
 
 
@@ -156,7 +156,7 @@ class Sessions:
         Errors: InvalidRequestError."""
         streaming, _ = flag("streaming", streaming), CAPACITY.checked(capacity_of_str_len)
         if session_id is not None and (not isinstance(session_id, str) or not session_id):
-            raise InvalidRequestError(f"session_id must be a string that is not empty, got {session_id!r:.80}.")
+            raise InvalidRequestError(f"session_id must be a string that is not empty, got {told(session_id)}.")
         seconds = TIMEOUT.checked(timeout)
         with self._lock:
             self._expire()
@@ -180,14 +180,14 @@ class Sessions:
         with self._lock:
             session = self._find(params.id)
             if rid in session.turns:
-                raise SessionError(f"rid {rid!r} is a turn of session {params.id!r} already; choose another.")
+                raise SessionError(f"rid {told(rid)} is a turn of session {told(params.id)} already; choose another.")
             last = session.last_finished() if session.streaming else None
             if session.streaming and params not in (
                 SessionParams(params.id),
                 SessionParams(params.id, last and last.rid),
             ):
                 raise SessionError(
-                    f"session {params.id!r} is streaming, so append-only: leave offset, replace and "
+                    f"session {told(params.id)} is streaming, so append-only: leave offset, replace and "
                     "drop_previous_output out of session_params, and any rid but the last turn's."
                 )
             parent, replaced = self._place(session, params)
@@ -197,8 +197,8 @@ class Sessions:
             length = len(above) + (0 if params.drop_previous_output else len(parent.output or ()))
             if abs(params.offset) > length:
                 raise SessionError(
-                    f"session_params['offset'] is {params.offset}, but the context of turn {parent.rid!r} has {length} "
-                    "tokens; give an offset within it."
+                    f"session_params['offset'] is {params.offset}, but the context of turn {told(parent.rid)} has "
+                    f"{length} tokens; give an offset within it."
                 )
             kept = params.offset if params.offset > 0 else length + params.offset
             fresh = new_ids[1:] if new_ids and new_ids[0] == bos_id else new_ids
@@ -211,23 +211,23 @@ class Sessions:
                 return None, tuple(session.turns.values())
             last = next(reversed(session.turns.values()), None)
             if last is not None and last.running:
-                raise SessionError(_UNFINISHED.format(last.rid))
+                raise SessionError(_UNFINISHED.format(told(last.rid)))
             return session.last_finished(), ()
         turn = session.turns.get(params.rid)
         if turn is None:
             raise SessionError(
-                f"Invalid request session id: session {params.id!r} has no turn {params.rid!r}; give the rid (the "
-                "meta_info id) of one of its requests."
+                f"Invalid request session id: session {told(params.id)} has no turn {told(params.rid)}; give the rid "
+                "(the meta_info id) of one of its requests."
             )
         if params.replace:
             if turn.output is None:
                 return turn.parent, (turn,)  # nothing continues it
             return turn, tuple(below for child in turn.children for below in child.with_below())
         if turn.aborted:
-            before = "nothing" if turn.parent is None else f"turn {turn.parent.rid!r}"
-            raise SessionError(f"turn {turn.rid!r} was aborted and cannot be continued; before it came {before}.")
+            before = "nothing" if turn.parent is None else f"turn {told(turn.parent.rid)}"
+            raise SessionError(f"turn {told(turn.rid)} was aborted and cannot be continued; before it came {before}.")
         if turn.running:
-            raise SessionError(_UNFINISHED.format(turn.rid))
+            raise SessionError(_UNFINISHED.format(told(turn.rid)))
         return turn, ()
 
     def enter(self, turns: Sequence[Turn]) -> None:
@@ -236,7 +236,9 @@ class Sessions:
             for turn in turns:
                 session, parent = self._find(turn.session_id), turn.parent
                 if turn.rid in session.turns or (parent is not None and session.turns.get(parent.rid) is not parent):
-                    raise SessionError(f"session {turn.session_id!r} changed while a turn was added to it; try again.")
+                    raise SessionError(
+                        f"session {told(turn.session_id)} changed while a turn was added to it; try again."
+                    )
             gone = [turn for new in turns for turn in new.replaced]
             for turn in gone:
                 self._take_out(turn)
@@ -261,8 +263,9 @@ class Sessions:
         self._expire()
         session = self._sessions.get(session_id) if isinstance(session_id, str) else None
         if session is None:
+            name = told(session_id).strip("'")
             raise SessionError(
-                f"Invalid request: session id {session_id!s:.80} does not exist: it was never opened here, was closed, "
+                f"Invalid request: session id {name} does not exist: it was never opened here, was closed, "
                 "or its timeout has passed. open_session gives a new one."
             )
         session.used = self._clock()
@@ -277,4 +280,4 @@ class Sessions:
                 del self._sessions[session_id]
 
 
-_UNFINISHED = "Session request is appending to a request that hasn't finished. Wait for turn {!r}, or replace it."
+_UNFINISHED = "Session request is appending to a request that hasn't finished. Wait for turn {}, or replace it."

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from fengine.api.arguments import unknown
 from fengine.config import KV_DTYPES, QUANTIZATIONS
+from fengine.core.scalars import told
 from fengine.errors import ConfigError, UnsupportedFeatureError
 
 logger = logging.getLogger("fengine")
@@ -56,8 +57,8 @@ def with_foreign_fields(cls: type[C]) -> type[C]:
             for name in kwargs:
                 if name not in known:
                     raise unknown("Engine()", name, known) from None
-            told = str(error).rpartition("__init__() ")[2]
-            raise ConfigError(f"Engine() {told}; it needs a model_path: Engine(model_path='box')") from None
+            words = str(error).rpartition("__init__() ")[2]
+            raise ConfigError(f"Engine() {words}; it needs a model_path: Engine(model_path='box')") from None
 
     made.__init__ = checked  # type: ignore[method-assign]
     return made
@@ -66,16 +67,16 @@ def with_foreign_fields(cls: type[C]) -> type[C]:
 def refuse_foreign(values: Mapping[str, Any]) -> None:
     """Reports everything not built that is not off, all at once. Errors: UnsupportedFeatureError."""
     bad = [
-        f"{name}={values[name]!r:.80} ({reason})"
+        f"{name}={told(values[name])} ({reason})"
         for reason, group in REFUSED.items()
         for name, default in group.items()
         if values[name] is not None and not any(_same(values[name], off) for off in (default, *ALSO_OFF.get(name, ())))
     ]
     if (algorithm := values["speculative_algorithm"]) is not None and algorithm.upper() not in ALGORITHMS:
-        bad.append(f"speculative_algorithm={algorithm!r:.80} (of speculation {', '.join(ALGORITHMS)} are built)")
+        bad.append(f"speculative_algorithm={told(algorithm)} (of speculation {', '.join(ALGORITHMS)} are built)")
     for name, (built, aliases) in FEW_BITS.items():
         if values[name] is not None and values[name] not in (*built, *aliases):
-            bad.append(f"{name}={values[name]!r:.80} (quantized weights and KV: {', '.join(built)} are built)")
+            bad.append(f"{name}={told(values[name])} (quantized weights and KV: {', '.join(built)} are built)")
     if bad:
         raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
 
@@ -83,7 +84,7 @@ def refuse_foreign(values: Mapping[str, Any]) -> None:
 def log_harmless(values: Mapping[str, Any]) -> None:
     """Logs, in one line at level info, the harmless settings that were given, and why they have no effect."""
     given = [
-        f"{name}={values[name]!r:.80} ({reason})"
+        f"{name}={told(values[name])} ({reason})"
         for reason, group in HARMLESS.items()
         for name, default in group.items()
         if values[name] is not None and not _same(values[name], default)
@@ -117,9 +118,9 @@ def json_object(name: str, given: Any) -> dict[str, Any]:
         values = json.loads(given or "{}") if isinstance(given, str) else {} if given is None else given
         json.dumps(values, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{name}: {error}, got {given!r:.80}") from None
+        raise ConfigError(f"{name}: {error}, got {told(given)}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"{name} must be an object, a dict or its JSON, got {given!r:.80}")
+        raise ConfigError(f"{name} must be an object, a dict or its JSON, got {told(given)}")
     return dict(values)
 
 
@@ -134,7 +135,7 @@ def graphs_of(values: Mapping[str, Any]) -> tuple[int | None, bool]:
             try:
                 return max(int(size) for size in (given if isinstance(given, (list, tuple)) else [given])), prefill
             except (ValueError, TypeError):
-                raise ConfigError(f"{name} must be numbers of rows, got {given!r:.80}") from None
+                raise ConfigError(f"{name} must be numbers of rows, got {told(given)}") from None
     return None, prefill
 
 
@@ -156,7 +157,7 @@ def lora_values(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("lora_paths is given, but enable_lora=False; leave one of them out")
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if kinds is not None and not all(isinstance(kind, str) for kind in kinds):
-        raise ConfigError(f"lora_target_modules must be names of modules, got {kinds!r:.80}")
+        raise ConfigError(f"lora_target_modules must be names of modules, got {told(kinds)}")
     return {
         "lora.paths": tuple(f"{item['lora_name']}={item['lora_path']}" for item in adapters),
         "lora.pinned": tuple(item["lora_name"] for item in adapters if item["pinned"]),
@@ -171,7 +172,7 @@ def _adapters(given: Any) -> list[dict[str, Any]]:
     found = [_adapter(item) for item in given or ()]
     names = [item["lora_name"] for item in found]
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise ConfigError(f"lora_paths has two adapters of the name {twice[0]!r:.80}")
+        raise ConfigError(f"lora_paths has two adapters of the name {told(twice[0])}")
     return found
 
 
@@ -184,10 +185,10 @@ def _adapter(item: Any) -> dict[str, Any]:
     name, path = values.get("lora_name"), values.get("lora_path")
     values["lora_path"] = path = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not (isinstance(name, str) and name and isinstance(path, str) and path and values.keys() == _LORA_KEYS):
-        told = 'must hold "name=path", paths, or dicts of lora_name, lora_path, pinned'
-        raise ConfigError(f"lora_paths {told}; got {item!r:.80}")
+        words = 'must hold "name=path", paths, or dicts of lora_name, lora_path, pinned'
+        raise ConfigError(f"lora_paths {words}; got {told(item)}")
     if "=" in name:
-        raise ConfigError(f"lora_paths: a name must not contain '=', got {name!r:.80}")
+        raise ConfigError(f"lora_paths: a name must not contain '=', got {told(name)}")
     if not isinstance(values["pinned"], bool):
-        raise ConfigError(f"lora_paths: pinned must be True or False, got {values['pinned']!r:.80}")
+        raise ConfigError(f"lora_paths: pinned must be True or False, got {told(values['pinned'])}")
     return values

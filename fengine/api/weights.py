@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from fengine.api.context import HasContext
 from fengine.core.request import Adapter
+from fengine.core.scalars import told
 from fengine.engine.parts import Parts
 from fengine.engine.weights.group import GroupError
 from fengine.engine.weights.updates import UpdateResult
@@ -128,7 +129,7 @@ def adapter_of(parts: Parts, name: Any) -> Adapter | None:
         return None
     if parts.adapters is None:
         raise InvalidRequestError(
-            f"LoRA adapter {name!r:.80} was requested, but LoRA is not enabled. Please set enable_lora=True, or "
+            f"LoRA adapter {told(name)} was requested, but LoRA is not enabled. Please set enable_lora=True, or "
             "lora_paths, when the engine is made; or leave lora_path out."
         )
     return parts.adapters.resolve(name)
@@ -146,7 +147,7 @@ def load_lora_adapter_from_tensors(
 ) -> AdapterResult:
     """Loads an adapter from tensors under PEFT's names, and the values of its adapter_config.json."""
     if load_format is not None:
-        raise InvalidRequestError(f"load_format={load_format!r:.80} is not built; give tensors by name, a dict.")
+        raise InvalidRequestError(f"load_format={told(load_format)} is not built; give tensors by name, a dict.")
     return _change(engine, lambda adapters: adapters.load_tensors(lora_name, tensors, config_dict))
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any
 
-from fengine.core.scalars import exact_int, integer, number
+from fengine.core.scalars import exact_int, integer, number, told
 from fengine.errors import GrammarError, InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
 
 MAX_STOP_STRINGS = 32
@@ -22,7 +22,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {"beam_width": (None, 1), "watermark": (
 def _texts(name: str, value: Any, vocab_size: int | None = None) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else None
     if texts is None or any(not isinstance(s, str) for s in texts):
-        raise InvalidRequestError(f"{name} must be a string or a list of strings, got {value!r:.200}.")
+        raise InvalidRequestError(f"{name} must be a string or a list of strings, got {told(value)}.")
     return texts
 
 
@@ -47,7 +47,7 @@ def _patterns(name: str, value: Any, vocab_size: int | None) -> tuple[str, ...]:
 def _token_ids(name: str, value: Any, vocab_size: int | None) -> tuple[int, ...]:
     """Those of the vocabulary: as in SGLang, one beyond it is taken, for it is never drawn."""
     if not isinstance(value, (list, tuple, set, frozenset)):
-        raise InvalidRequestError(f"{name} must be a list of token ids, got {value!r:.200}.")
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {told(value)}.")
     ids = tuple(integer(name, i) for i in value if i is not None)
     for i in ids:
         if not 0 <= i < 2**31:
@@ -60,7 +60,7 @@ def _biased_token(key: Any, vocab_size: int | None) -> int:
     token = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else exact_int(key)
     if token is None or token < 0 or (vocab_size is not None and token >= vocab_size):
         raise InvalidRequestError(
-            f"logit_bias must has keys in [0, {(vocab_size or 2**31) - 1}], got {key!r:.80} (vocabulary: {vocab_size})."
+            f"logit_bias must has keys in [0, {(vocab_size or 2**31) - 1}], got {told(key)} (vocabulary: {vocab_size})."
         )
     return token
 
@@ -80,7 +80,7 @@ def _biases(name: str, value: Any, vocab_size: int | None) -> tuple[tuple[int, f
             raise InvalidRequestError(f"logit_bias has token {token} twice.")
         out[token] = number(f"logit_bias[{key!r}]", bias)
         if not abs(out[token]) <= MAX_BIAS:
-            raise InvalidRequestError(f"logit_bias[{key!r}] must be a finite number up to 1e30, got {bias!r:.80}.")
+            raise InvalidRequestError(f"logit_bias[{key!r}] must be a finite number up to 1e30, got {told(bias)}.")
     return tuple(sorted(out.items()))
 
 
@@ -103,7 +103,7 @@ def json_like(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise InvalidRequestError(f"{where} has a key that is not a string.")
-        return {key: json_like(item, f"{where}[{key!r:.80}]", depth + 1) for key, item in value.items()}
+        return {key: json_like(item, f"{where}[{told(key)}]", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_like(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise InvalidRequestError(f"{where} must be JSON-like (str, number, bool, list, dict), got {type(value).__name__}.")
@@ -112,7 +112,7 @@ def json_like(value: Any, where: str, depth: int = 0) -> Any:
 def _grammar(name: str, value: Any, vocab_size: int | None) -> str | None:
     """The text of a grammar; "" is none."""
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{name} must be a string, got {value!r:.80} of type {type(value).__name__}.")
+        raise InvalidRequestError(f"{name} must be a string, got {told(value)} of type {type(value).__name__}.")
     return value or None
 
 
@@ -152,11 +152,9 @@ def refuse(key: str, value: Any, known: Collection[str]) -> None:
         near = difflib.get_close_matches(str(key)[:80], sorted({*known, *NOT_BUILT}), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
         hint = f" Did you mean {OTHER_NAMES[key]!r}?" if key in OTHER_NAMES else hint
-        raise UnknownParameterError(f"unknown sampling parameter {key!r:.80}.{hint}")
+        raise UnknownParameterError(f"unknown sampling parameter {told(key)}.{hint}")
     width = exact_int(value)
     if key == "beam_width" and width is not None and width < 1:
         raise InvalidRequestError(f"beam_width must be at least 1, got {width}.")
     if not any(type(value) is type(off) and value == off for off in NOT_BUILT[key]):
-        raise UnsupportedFeatureError(
-            f"sampling parameter {key!r} is not built yet (got {value!r:.200}); leave it out."
-        )
+        raise UnsupportedFeatureError(f"sampling parameter {key!r} is not built yet (got {told(value)}); leave it out.")

@@ -18,7 +18,7 @@ def exact_int(value: Any) -> int | None:
     try:
         value = value.tolist() if hasattr(value, "tolist") else value
         return None if isinstance(value, bool) else value.__index__()
-    except (AttributeError, TypeError, RuntimeError):  # no integer; or a tensor that holds no data
+    except Exception:  # no integer; a tensor that holds no data; a class whose methods raise
         return None
 
 
@@ -28,7 +28,7 @@ def exact_float(value: Any) -> float | None:
         scalar = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(scalar, (bool, str, bytes)) and hasattr(scalar, "__float__"):
             return float(scalar)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+    except Exception:  # as above
         pass
     return None
 
@@ -58,7 +58,7 @@ def integer(name: str, value: Any) -> int:
 
 def flag(name: str, value: Any) -> bool:
     """A bool, or one of numpy or torch; never a number."""
-    with suppress(RuntimeError):  # a tensor that holds no data
+    with suppress(Exception):  # as above
         plain = value.tolist() if hasattr(value, "tolist") else value
         if isinstance(plain, bool):
             return plain
@@ -84,11 +84,10 @@ def plain_ids(value: Any) -> Any:
 
 def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:
     """Token ids as a list of int, each within the width of the logits. Errors: InvalidRequestError."""
-    if hasattr(ids, "tolist"):
-        try:
-            ids = ids.tolist()
-        except RuntimeError as error:  # a tensor of torch that is sparse, or holds no data
-            raise InvalidRequestError(f"{name} must be readable as a list of token ids: {error}") from error
+    try:
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    except Exception as error:  # a tensor of torch that is sparse, or holds no data; a class whose methods raise
+        raise InvalidRequestError(f"{name} must be readable as a list of token ids: {error}") from error
     if not isinstance(ids, (list, tuple)):
         raise InvalidRequestError(f"{name} must be a list of token ids, got {type(ids).__name__}.")
     if not ids:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fengine.core.scalars import told
 from fengine.core.speculation import Speculation
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.parallel.ranks import Ranks
@@ -31,7 +32,7 @@ def checked_tags(tags: Any) -> list[str]:
     """The tags asked for; all of them for None. Errors: InvalidRequestError."""
     asked = list(TAGS) if tags is None else [tags] if isinstance(tags, str) else tags
     if not isinstance(asked, (list, tuple, set, frozenset)) or not asked or any(tag not in TAGS for tag in asked):
-        raise InvalidRequestError(f"tags must be None or some of {', '.join(TAGS)}, got {tags!r:.80}.")
+        raise InvalidRequestError(f"tags must be None or some of {', '.join(TAGS)}, got {told(tags)}.")
     return [tag for tag in TAGS if tag in asked]
 
 

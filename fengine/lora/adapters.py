@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fengine.config import DEFAULT_RANK, MAX_RANK, LoraConfig
 from fengine.core.request import Adapter
+from fengine.core.scalars import told
 from fengine.errors import AdapterError, ConfigError, InvalidRequestError, ModelLoadError, OutOfMemoryError
 from fengine.lora.layout import PIECE, Layout, all_finite, all_sites, fits, kinds_of, rest
 from fengine.lora.peft_config import read_config
@@ -143,7 +144,7 @@ class Adapters:
     def resolve(self, name: Any) -> Adapter:
         """The adapter that a request names. Errors: InvalidRequestError, AdapterError if it cannot be read again."""
         if not isinstance(name, str):
-            raise InvalidRequestError(f"lora_path must be the name of a loaded adapter or None, got {name!r:.80}.")
+            raise InvalidRequestError(f"lora_path must be the name of a loaded adapter or None, got {told(name)}.")
         if (load := self._used(name)) is not None:
             return load
         with self._loading:
@@ -169,7 +170,7 @@ class Adapters:
         Errors: InvalidRequestError for arguments, AdapterError for a name that is taken and whatever is wrong with it.
         """
         if not isinstance(path, (str, Path)) or not str(path):
-            raise InvalidRequestError(f"lora_path must be a directory or a hub id, got {path!r:.80}.")
+            raise InvalidRequestError(f"lora_path must be a directory or a hub id, got {told(path)}.")
         self._add(name, pinned, str(path), lambda directory: read_adapter(directory, self.limits))
 
     def load_tensors(self, name: Any, tensors: Any, values: Any, pinned: Any = False) -> None:
@@ -182,7 +183,7 @@ class Adapters:
         with self._loading, self._lock:
             entry = self._entries.pop(name, None) if isinstance(name, str) else None
             if entry is None:
-                raise AdapterError(f"LoRA adapter {name!r:.80} does not exist. Loaded adapters: {list(self._entries)}")
+                raise AdapterError(f"LoRA adapter {told(name)} does not exist. Loaded adapters: {list(self._entries)}")
             if entry.load is not None:
                 entry.load.pinned = False  # its slot may go to another
 
@@ -195,7 +196,7 @@ class Adapters:
             if entry is None:
                 known = ", ".join(map(repr, sorted(self._entries))) or "none"
                 raise InvalidRequestError(
-                    f"Got LoRA adapter that has never been loaded: {name!r:.80}. Loaded: {known}. Load it with "
+                    f"Got LoRA adapter that has never been loaded: {told(name)}. Loaded: {known}. Load it with "
                     "load_lora_adapter(name, path), or leave lora_path out."
                 )
             self._entries[name] = entry

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fengine.core.scalars import told
 from fengine.errors import AdapterError, InvalidRequestError, ModelLoadError, UnsupportedFormatError
 from fengine.lora.layout import Module, Site, Update, all_finite, rest
 from fengine.lora.peft_config import CONFIG, PeftConfig, parse_config, read_config
@@ -108,9 +109,9 @@ def check_arguments(tensors: Any, values: Any) -> None:
 def check_name(name: Any, pinned: Any) -> None:
     """Errors: InvalidRequestError."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        raise InvalidRequestError(f"lora_name must be a text of 1 to {MAX_NAME} characters, got {name!r:.80}.")
+        raise InvalidRequestError(f"lora_name must be a text of 1 to {MAX_NAME} characters, got {told(name)}.")
     if not isinstance(pinned, bool):
-        raise InvalidRequestError(f"pinned must be True or False, got {pinned!r:.80}.")
+        raise InvalidRequestError(f"pinned must be True or False, got {told(pinned)}.")
 
 
 def check_tensors(tensors: Mapping[Any, Any], name: Any) -> None:

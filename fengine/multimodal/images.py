@@ -184,7 +184,7 @@ def open_images(config: EngineConfig, directory: Path, spec: ModelSpec, tokenize
 
 def refuse_images(items: Any) -> None:
     """Of a model that takes none. Errors: InvalidRequestError."""
-    if items is not None and items != []:
+    if items is not None and not (isinstance(items, list) and list.__len__(items) == 0):
         first = items[0] if isinstance(items, (list, tuple)) else items
         raise InvalidRequestError(f"image_data[0] is {told(first)}, but this model takes no images; leave it out.")
 

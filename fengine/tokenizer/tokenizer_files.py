@@ -2,9 +2,11 @@
 post-processor of tokenizer.json decides."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fengine.core.files import read_file
 from fengine.errors import ConfigError, ModelLoadError
 
 MAX_FILE_BYTES = 256 << 20
@@ -24,25 +26,21 @@ class TokenizerFiles(NamedTuple):
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ModelLoadError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB; this is no tokenizer file.")
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}.") from error
+        return read_file(path, MAX_FILE_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ModelLoadError(f"{path} is not UTF-8 (byte {error.start}); download it again.") from None
 
 
 def _json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; {} where there is no such file."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     try:
         value = json.loads(_text(path))
     except json.JSONDecodeError as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}; download it again.") from None
-    except RecursionError:
-        raise ModelLoadError(f"{path} is nested too deep.") from None
+    except (RecursionError, ValueError) as error:  # or a number of thousands of digits
+        raise ModelLoadError(f"{path} is not usable JSON: {error}.") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}.")
     return value
@@ -51,7 +49,7 @@ def _json(path: Path) -> dict[str, Any]:
 def _tokenizer_json(directory: Path) -> str:
     if not directory.is_dir():
         raise ModelLoadError(f"tokenizer directory {directory} does not exist.")
-    if (directory / "tokenizer.json").is_file():
+    if os.path.lexists(directory / "tokenizer.json"):
         return _text(directory / "tokenizer.json")
     others = ("vocab.json", "tekken.json")
     found = sorted(p.name for p in directory.iterdir() if p.suffix == ".model" or p.name in others)
@@ -84,7 +82,7 @@ def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """name -> source. Files win over tokenizer_config.json, as in transformers."""
     folder = directory / "additional_chat_templates"
     files = {p.stem: _text(p) for p in sorted(folder.glob("*.jinja"))} if folder.is_dir() else {}
-    if (directory / "chat_template.jinja").is_file():
+    if os.path.lexists(directory / "chat_template.jinja"):
         files["default"] = _text(directory / "chat_template.jinja")
     value = config.get("chat_template")
     if files or value is None:

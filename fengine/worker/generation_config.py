@@ -1,6 +1,7 @@
 """A checkpoint's `generation_config.json`: ids that begin and end a text, and the sampling parameters that it
 recommends: taken, left alone, or refused."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ def read_generation_config(directory: Path, overrides: str = "") -> GenerationCo
     """The ids in generation_config.json (optional) and config.json together. Errors: ModelLoadError."""
     config = read_config(directory, overrides)
     path = directory / "generation_config.json"
-    generation = read_json(path) if path.exists() or path.is_symlink() else {}
+    generation = read_json(path) if os.path.lexists(path) else {}
     eos = {
         token
         for source in (generation, config, config.get("text_config") or {})
@@ -69,7 +70,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
     """The recommended parameters of a directory's generation_config.json, if it has one. Errors: ModelLoadError;
     UnsupportedFeatureError with all that would change what is drawn and is not built."""
     path = directory / "generation_config.json"
-    given = read_json(path) if path.exists() else {}
+    given = read_json(path) if os.path.lexists(path) else {}
     bad = [name for name, value in given.items() if name not in RECOMMENDED and name not in HARMLESS
            and value not in (None, False, 0, "", [], {}, OFF.get(name, 0))]  # fmt: skip
     if bad:

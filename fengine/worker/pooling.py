@@ -7,6 +7,7 @@ sentence-transformers describes it by `modules.json` (a list of modules, each wi
 before it is tokenized stands in `sentence_bert_config.json` and `config_sentence_transformers.json`."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from fengine.core.files import open_regular, read_file
 from fengine.errors import InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.kv_state import Params
 from fengine.models.modernbert import EPS as HEAD_EPS
@@ -75,7 +77,7 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     sizes = config.get("matryoshka_dimensions") or []
     if not isinstance(sizes, list) or any(type(size) is not int or size < 1 for size in sizes):
         raise ModelLoadError(f"config.json: matryoshka_dimensions must be a list of sizes, got {sizes!r:.80}.")
-    if not (directory / "modules.json").exists():
+    if not os.path.lexists(directory / "modules.json"):
         return Pooling(sizes=tuple(sizes))
     folders = _modules(directory)
     kinds = [kind for kind, _ in folders]
@@ -100,8 +102,8 @@ def _read(path: Path, where: str = "", kind: type = dict) -> Any:
     """An object, or a list of objects, whose keys are all known to KEYS[where], or off. Errors: ModelLoadError;
     UnsupportedFeatureError with every other key."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(read_file(path).decode())
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}.") from error
     objects = value if kind is list and isinstance(value, list) else [value]
     if not isinstance(value, kind) or not all(isinstance(one, dict) for one in objects):
@@ -156,6 +158,7 @@ def _dense(folder: Path, size: Any) -> Dense:
     if act not in ACTIVATIONS:
         raise UnsupportedFeatureError(f"{folder}: activation_function {act!r:.80} is not built: {ACTIVATIONS} are.")
     path = folder / "model.safetensors"
+    open_regular(path).close()  # no pipe, for which the library would wait
     try:
         tensors = load_file(path)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
@@ -171,7 +174,7 @@ def _dense(folder: Path, size: Any) -> Dense:
 
 def _prompt(path: Path) -> str:
     """What stands before every text that names no prompt of its own."""
-    config = _read(path) if path.exists() else {}
+    config = _read(path) if os.path.lexists(path) else {}
     prompts, name = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not (name is None or isinstance(prompts.get(name), str)):
         raise ModelLoadError(f"{path}: default_prompt_name {name!r:.80} must be null or name a text in prompts.")
@@ -180,7 +183,7 @@ def _prompt(path: Path) -> str:
 
 def _text_limits(path: Path) -> tuple[bool, int | None]:
     """(whether texts are in lower case, at most how many tokens of a text count)."""
-    config = _read(path) if path.exists() else {}
+    config = _read(path) if os.path.lexists(path) else {}
     lower, most = config.get("do_lower_case", False), config.get("max_seq_length")
     if not isinstance(lower, bool) or not (most is None or (type(most) is int and most > 0)):
         raise ModelLoadError(f"{path}: do_lower_case must be true or false, max_seq_length a size or null.")

@@ -4,22 +4,21 @@ and maps nothing, so a file that shrinks meanwhile is an error message and not a
 
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fengine.core.files import MAX_JSON_BYTES, open_regular, read_file, read_from
 from fengine.core.json_text import parse_json
 from fengine.errors import CorruptCheckpointError, ModelLoadError, UnsupportedFormatError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NEVER_OPENED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".h5", ".msgpack", ".npz")
-MAX_JSON_BYTES = 16 << 20
 MAX_TENSORS = 100_000
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of weights that are stored whole
 CODES = {
@@ -40,10 +39,7 @@ class TensorEntry(NamedTuple):
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Errors: ModelLoadError (missing), CorruptCheckpointError."""
-    with _open_regular(path) as file:
-        data = _read(file, path, MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
-        raise CorruptCheckpointError(f"{path} has more than {MAX_JSON_BYTES} bytes; no more are read.")
+    data = read_file(path)
     if not data.strip():
         raise CorruptCheckpointError(f"{path} is empty; download the checkpoint again.")
     return parse_object(data, str(path))
@@ -70,7 +66,7 @@ def read_config(directory: Path, overrides: str = "") -> dict[str, Any]:
     if not directory.is_dir():
         kind = "is not a directory" if directory.exists() else "does not exist"
         raise ModelLoadError(f"model directory {directory} {kind}.")
-    if not (directory / "config.json").is_symlink() and not (directory / "config.json").exists():
+    if not os.path.lexists(directory / "config.json"):
         refuse_other_formats(directory)
         raise ModelLoadError(
             f"{directory} holds {listing(directory)}; a model directory needs config.json and {SINGLE} (or {INDEX})."
@@ -81,43 +77,19 @@ def read_config(directory: Path, overrides: str = "") -> dict[str, Any]:
 
 def refuse_quantization_file(path: Path) -> None:
     """ModelOpt writes one beside config.json. Errors: UnsupportedFormatError if it names a quantization."""
-    told = read_json(path).get("quantization") if path.exists() else None
+    told = read_json(path).get("quantization") if os.path.lexists(path) else None
     for key, value in (told or {}).items():
         if key.endswith("quant_algo") and value:
             raise UnsupportedFormatError(f"{path} names {key} {value!r}: quantized weights are not supported.")
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    """A file that can be opened without waiting, unbuffered. Errors: ModelLoadError for anything else."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ModelLoadError(f"{path} is not a regular file; a checkpoint has regular files or links to them.")
-        return open(path, "rb", buffering=0)
-    except FileNotFoundError:
-        dangling = f" (a link to {os.readlink(path)}, which does not exist)" if path.is_symlink() else ""
-        raise ModelLoadError(f"{path} is missing{dangling}; download the checkpoint again.") from None
-    except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error.strerror}; check its permissions.") from None
-
-
-def _read(file: BinaryIO, path: Path, most: int) -> bytes:
-    """Up to `most` bytes. Modifies: the position in `file`."""
-    data = b""
-    try:
-        while len(data) < most and (more := file.read(most - len(data))):
-            data += more
-    except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error.strerror}.") from None
-    return data
 
 
 def read_shards(directory: Path) -> dict[str, TensorEntry]:
     """The tensors of a directory's weight files by name. Errors: ModelLoadError (no weights, a missing shard),
     UnsupportedFormatError, CorruptCheckpointError."""
     single, index = directory / SINGLE, directory / INDEX
-    if single.exists() or single.is_symlink():
+    if os.path.lexists(single):
         return {entry.name: entry for entry in read_header(single)}
-    if not index.exists() and not index.is_symlink():
+    if not os.path.lexists(index):
         refuse_other_formats(directory)
         raise ModelLoadError(
             f"{directory} has no weights: looked for {SINGLE} and {INDEX}; it holds {listing(directory)}."
@@ -161,13 +133,13 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def read_header(path: Path) -> list[TensorEntry]:
     """Every tensor of a safetensors file, in the order of its bytes. Errors: ModelLoadError, CorruptCheckpointError."""
-    with _open_regular(path) as file:  # before the library: it knows neither these limits nor duplicate keys
-        length = int.from_bytes(_read(file, path, 8), "little")
+    with open_regular(path) as file:  # before the library: it knows neither these limits nor duplicate keys
+        length = int.from_bytes(read_from(file, path, 8), "little")
         if not 2 <= length <= MAX_JSON_BYTES:
             raise CorruptCheckpointError(
                 f"{path} is truncated or no safetensors file: its header has {length} bytes, not 2 to {MAX_JSON_BYTES}."
             )
-        header = parse_object(_read(file, path, length), f"header of {path}")
+        header = parse_object(read_from(file, path, length), f"header of {path}")
     if len(header) > MAX_TENSORS:
         raise CorruptCheckpointError(f"{path} names {len(header)} tensors; at most {MAX_TENSORS} are read.")
     names = open_file(path).offset_keys()
@@ -176,7 +148,7 @@ def read_header(path: Path) -> list[TensorEntry]:
 
 def open_file(path: Path) -> safe_open:
     """A safetensors file with a valid header. Errors: ModelLoadError, CorruptCheckpointError."""
-    _open_regular(path).close()
+    open_regular(path).close()
     try:
         return safe_open(path, "pt", backend="pread")
     except SafetensorError as error:

@@ -7,16 +7,28 @@ import logging
 import re
 import stat
 import weakref
+from contextlib import suppress
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from checksum import checksum_engine, expected
 
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.server_args import ServerArgs
-from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, OutOfMemoryError, QueueFullError
+from fengine.errors import (
+    ConfigError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    QueueFullError,
+    UnsupportedFeatureError,
+)
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
 
@@ -120,6 +132,65 @@ def test_subclasses_whose_methods_raise_are_read_as_their_bases() -> None:
         for odd in (deep, shared):
             with pytest.raises(InvalidRequestError):
                 engine.generate(input_ids=[5], sampling_params={"custom_params": {"x": odd}})
+
+
+class Unreadable:
+    """What raises at every look."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+DEEP = reduce(lambda inner, _: [inner], range(100_000), [])
+ODD = {
+    "whole": raising(int)(5), "number": raising(float)(0.5), "huge": 10**5000, "deep": DEEP, "object": Unreadable(),
+    "list": raising(list)([1.5]), "table": np.ones((2, 2)), "no text": np.void(b"abc"),
+    "meta": torch.ones(3, device="meta"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_values_that_cannot_be_read_or_told_are_refused_by_name(odd: Any) -> None:
+    with checksum_engine() as engine:
+        for call, name in (
+            *((partial(engine.generate, input_ids=[5], **{name: odd}), name) for name in (
+                "lora_path", "rid", "image_data", "audio_data", "stream", "routed_dp_rank", "token_ids_logprob",
+                "return_hidden_states", "priority", "cache_salt", "session_id",
+            )),
+            *((partial(engine.generate, input_ids=[5], sampling_params={name: odd}), name) for name in (
+                "max_new_tokens", "regex", "logit_bias", "stop_regex", "ignore_eos", "top_k",
+            )),
+            (partial(engine.abort, abort_all=odd), "abort_all"),
+            (partial(engine.pause_generation, mode=odd), "mode"),
+            (partial(engine.update_weights_from_tensor, {}, abort_all_requests=odd), "abort_all_requests"),
+            (partial(engine.update_weights_from_tensor, {}, load_format=odd), "load_format"),
+            (partial(engine.begin_weight_update, odd), "selector"),
+            (partial(engine.chat_ids, [{}], continue_final_message=odd), "continue_final_message"),
+            (partial(engine.save_sharded_model, odd), "path"),
+        ):  # fmt: skip
+            with suppress(UnsupportedFeatureError), pytest.raises(InvalidRequestError, match=name.removesuffix("_id")):
+                call()
+        assert engine.generate(input_ids=[5, 6], sampling_params=GREEDY)["output_ids"] == expected([5, 6], 4)
+        assert engine.stats()["finished"] == 1
+
+
+@pytest.mark.parametrize("name", ["tp_size", "dtype", "base_gpu_id", "page_size", "device", "log_level", "lora_paths"])
+def test_settings_that_cannot_be_told_are_refused(name: str) -> None:
+    for odd in ODD.values():
+        with pytest.raises(ConfigError, match="schedule|" + name):
+            ServerArgs("box", **{name: odd}).to_config()
+
+
+def test_a_flag_is_a_flag() -> None:
+    """A text that says false would be as good as true."""
+    with checksum_engine() as engine:
+        for call in (
+            partial(engine.abort, abort_all="false"), partial(engine.chat, [], stream=1),
+            partial(engine.update_weights_from_tensor, {}, flush_cache=0),
+            partial(engine.apply_chat_template, [], tokenize="no"),
+        ):  # fmt: skip
+            with pytest.raises(InvalidRequestError, match="must be True or False"):
+                call()
 
 
 def test_wrong_arguments_are_told_with_the_nearest_name() -> None:

@@ -1,5 +1,6 @@
 """Tokenizer against transformers' AutoTokenizer, and its errors."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,28 @@ def test_bad_directories(tmp_path):
             Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     Tokenizer.from_directory(tmp_path)
+
+
+ODD_FILES = {
+    "pipe": os.mkfifo, "folder": Path.mkdir, "link to nothing": lambda path: path.symlink_to("nowhere"),
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "digits": lambda path: path.write_text('{"a": ' + "1" * 5000 + "}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template.jinja",
+])  # fmt: skip
+@pytest.mark.parametrize("make", ODD_FILES.values(), ids=ODD_FILES)
+def test_what_is_no_file_is_not_as_good_as_absent(tmp_path, name, make):
+    (tmp_path / "tokenizer.json").write_text(byte_level().to_str())
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    if name == "chat_template.jinja" and (tmp_path / name).is_file():
+        return  # a text, whatever it says
+    with pytest.raises(ModelLoadError, match=name):
+        Tokenizer.from_directory(tmp_path)
 
 
 def test_unknown_decoder_is_refused_by_name(tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from fengine.core.scalars import told
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
@@ -63,10 +64,10 @@ def check_arguments(
             backend == "nccl" and not device.startswith("cuda"),
         "master_address and group_name must be strings that are not empty.":
             not all(isinstance(text, str) and text for text in (address, name)),
-        f"master_port must be from 1 to 65535, got {port!r:.80}.": type(port) is not int or not 0 < port < 65536,
-        f"rank_offset must be from 1 to world_size - 1 (rank 0 is the trainer's), got rank_offset={rank!r:.80} and "
-        f"world_size={world_size!r:.80}.": not whole or not 1 <= rank < world_size,
-        f"timeout must be a number of seconds above 0, at most {LONGEST}, got {timeout!r:.80}.":
+        f"master_port must be from 1 to 65535, got {told(port)}.": type(port) is not int or not 0 < port < 65536,
+        f"rank_offset must be from 1 to world_size - 1 (rank 0 is the trainer's), got rank_offset={told(rank)} and "
+        f"world_size={told(world_size)}.": not whole or not 1 <= rank < world_size,
+        f"timeout must be a number of seconds above 0, at most {LONGEST}, got {told(timeout)}.":
             not number or not 0 < timeout <= LONGEST,
     }  # fmt: skip
     for message in (message for message, found in wrong.items() if found):
@@ -120,7 +121,7 @@ def _checked(dtypes: Any, shapes: Any, count: int, flat: bool) -> list[torch.dty
     kinds = [_dtype(name) for name in dtypes]
     for shape in shapes:
         if not isinstance(shape, (list, tuple)) or not all(type(size) is int and size > 0 for size in shape):
-            raise InvalidRequestError(f"shapes has {shape!r:.80}; a shape is a list of whole numbers above 0.")
+            raise InvalidRequestError(f"shapes has {told(shape)}; a shape is a list of whole numbers above 0.")
     if flat and len(set(kinds)) > 1:
         raise InvalidRequestError(f"a flattened bucket has one dtype, got {sorted(map(str, set(kinds)))}.")
     return kinds
@@ -129,7 +130,7 @@ def _checked(dtypes: Any, shapes: Any, count: int, flat: bool) -> list[torch.dty
 def _dtype(name: Any) -> torch.dtype:
     found = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise InvalidRequestError(f"dtypes has {name!r:.80}, which is no dtype of torch.")
+        raise InvalidRequestError(f"dtypes has {told(name)}, which is no dtype of torch.")
     return found
 
 
@@ -163,7 +164,7 @@ class Groups:
     def _find(self, name: Any) -> UpdateGroup:
         group = self._groups.get(name) if isinstance(name, str) else None
         if group is None:
-            raise GroupError(f"there is no group {name!r:.80}: call init_weights_update_group first")
+            raise GroupError(f"there is no group {told(name)}: call init_weights_update_group first")
         return group
 
     def device(self, name: Any) -> torch.device:

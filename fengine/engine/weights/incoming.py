@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fengine import models
+from fengine.core.foreign import own_class
 from fengine.engine.weights.places import Place
 from fengine.errors import CorruptCheckpointError, InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.spec import ModelSpec
@@ -54,6 +55,7 @@ SERIALIZED = (str, bytes, bytearray)
 
 def pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
     """(name, tensor) pairs from a list of them or a dict. Errors: InvalidRequestError, UnsupportedFeatureError."""
+    named_tensors = own_class(named_tensors)
     items = list(named_tensors.items()) if isinstance(named_tensors, dict) else named_tensors
     listed = items if isinstance(items, (list, tuple)) else [items]
     if any(isinstance(item, SERIALIZED) for item in listed):

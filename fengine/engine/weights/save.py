@@ -7,6 +7,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from fengine.core.scalars import told
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.errors import InvalidRequestError, StorageError
@@ -26,13 +27,14 @@ def save_weights(
     updates.live.refuse_few_bits("saved")
     folder, most = _checked_folder(path), SHARD_BYTES if max_size is None else max_size
     if type(most) is not int or most < 1:
-        raise InvalidRequestError(f"max_size must be a number of bytes of at least 1, got {max_size!r:.80}.")
+        raise InvalidRequestError(f"max_size must be a number of bytes of at least 1, got {told(max_size)}.")
+    shards = [(_shard_name(PATTERN if pattern is None else pattern, part), names)
+              for part, names in enumerate(_shards(updates.live, most))]  # fmt: skip
     index: dict[str, str] = {}
     total = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for part, names in enumerate(_shards(updates.live, most)):
-            file = _shard_name(PATTERN if pattern is None else pattern, part)
+        for file, names in shards:
             tensors = {name: tensor for name in names if (tensor := updates.read_tensor(name)) is not None}
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
             index |= dict.fromkeys(names, file)
@@ -46,8 +48,8 @@ def save_weights(
 
 
 def _checked_folder(path: Any) -> Path:
-    if not isinstance(path, (str, Path)) or not str(path):
-        raise InvalidRequestError(f"path must be a folder, got {path!r:.80}.")
+    if not isinstance(path, (str, Path)) or not str(path) or not str(path).isprintable():
+        raise InvalidRequestError(f"path must be a folder, got {told(path)}.")
     folder = Path(path)
     if folder.is_dir() and any(folder.glob("*.safetensors*")):
         raise InvalidRequestError(f"{folder} holds weights already; name an empty folder.")
@@ -59,10 +61,10 @@ def _shard_name(pattern: Any, part: int) -> str:
     try:
         name = pattern.format(rank=0, part=part)
         again = pattern.format(rank=0, part=part + 1)
-    except (AttributeError, LookupError, ValueError) as error:
-        raise InvalidRequestError(f"pattern must be a text with {{part}}, got {pattern!r:.80}: {error}") from None
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InvalidRequestError(f"pattern must be a text with {{part}}, got {told(pattern)}: {error}") from None
     if name == again or Path(name).name != name or not name.endswith(".safetensors"):
-        raise InvalidRequestError(f"pattern must name .safetensors files by {{part}}, got {pattern!r:.80}.")
+        raise InvalidRequestError(f"pattern must name .safetensors files by {{part}}, got {told(pattern)}.")
     return name
 
 

@@ -89,7 +89,7 @@ def _content(key: str, name: str) -> str:
         with Path(name).expanduser().open("rb") as file:
             found = file.read(MAX_FILE + 1)
         if len(found) > MAX_FILE:
-            raise ConfigError(f"{key}=@{name:.200} has more than {MAX_FILE:,} bytes")
+            raise ValueError(f"it has more than {MAX_FILE:,} bytes")
         return found.decode("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}=@{name:.200} cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -34,8 +34,12 @@ class Export:
 
     def __init__(self, path: str | Path, logprobs: bool = False, text: bool = True, inputs: str | None = None) -> None:
         """Looks at the place, and writes nothing yet. `inputs` is the prompts file, which is never overwritten."""
+        if "\0" in str(path):
+            raise StorageError(
+                f"output path {str(path)!r:.200} is no name that a file could have; choose another out=."
+            )
         self.path, self._logprobs, self._text = Path(os.path.realpath(path)), logprobs, text
-        self.folder = self.path.with_name(self.path.name + ".run")  # of the run that writes this file
+        self.folder = Path(f"{self.path}.run")  # of the run that writes this file
         self.written = self.failed = 0
         self._file: BinaryIO | None = None
         if inputs is not None and self.path == Path(os.path.realpath(inputs)):
@@ -45,7 +49,7 @@ class Export:
         if kind not in (stat.S_IFREG, stat.S_IFCHR):
             raise StorageError(f"output path {path} is not a regular file; choose another out=.")
         self.device = kind == stat.S_IFCHR  # such as /dev/null: written directly, for a rename would replace it
-        self.partial = self.path if self.device else self.path.with_name(self.path.name + ".partial")
+        self.partial = self.path if self.device else Path(f"{self.path}.partial")
 
     def open(self) -> None:
         with self._writing():

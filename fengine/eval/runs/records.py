@@ -32,7 +32,7 @@ def runs_of(path: Path) -> list[Path]:
     Errors: StorageError if it is neither."""
     if (path / MANIFEST).is_file():
         return [path]
-    beside = path.with_name(f"{path.name}.run")  # an output file of prompts has its run there
+    beside = Path(f"{path}.run")  # an output file of prompts has its run there
     if path.is_file() and (beside / MANIFEST).is_file():
         return [beside]
     if not path.is_dir():
