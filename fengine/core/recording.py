@@ -287,6 +287,8 @@ def replay(path: Path) -> tuple[int, int]:
     InputFileError; InvariantError, see `Replay.run`."""
     events: list[dict[str, Any]] = []
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise OSError("it is no file")
         for line in path.read_text().splitlines():
             with suppress(ValueError):
                 events.append(json.loads(line))

@@ -1,6 +1,7 @@
 """The recorded steps of an engine are scheduled again as they were, and tell no texts."""
 
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -141,6 +142,11 @@ def test_the_command(busy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "reads its own KV" in capsys.readouterr().out
     assert main(["replay", str(tmp_path / "nothing")]) != 0
     assert main(["replay"]) == 2
+    os.mkfifo(tmp_path / "pipe")
+    for word in ("replay", "verify", "report"):
+        assert main([word, str(tmp_path / "pipe")]) == main([word, "/"]) == 2
+    assert main(["env", "x"]) == main(["-m", "prompts=[a]", "seed=glob(*)"]) == 2
+    assert main([f"sampling.json_schema=@{tmp_path / 'pipe'}"]) == 2
     assert main(["replay", "--help"]) == 0
 
 

@@ -234,6 +234,8 @@ def test_unusable_outputs(tmp_path: Path) -> None:
     refused(tmp_path, "not a regular file")
     os.mkfifo(tmp_path / "fifo")
     refused(tmp_path / "fifo", "not a regular file")
+    refused(Path("/"), "not a regular file")
+    refused(Path("a\0b"), "is no name of a file")
     refused(source / "out.jsonl", "cannot be written")
     refused(tmp_path / ("x" * 5000), "cannot be written")
     busy = Export(tmp_path / "busy.jsonl")

@@ -269,6 +269,8 @@ def _axes(master: DictConfig, given: Sequence[Override], schema: Schema) -> list
             raise ConfigError(f"{axis.input_line}: an interval has no grid; list its values: {key}=1,2,3")
         try:
             number *= sum(1 for _ in islice(axis.sweep_string_iterator(), 10**6))
+            if not number:
+                raise ValueError("it chooses nothing; a glob is for the options of a group")
         except ValueError as error:
             raise ConfigError(f"{axis.input_line}: {error}") from error
     if number > MAX_POINTS:

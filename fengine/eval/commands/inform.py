@@ -61,8 +61,11 @@ WANTED = ("torch triton numpy tokenizers transformers safetensors huggingface-hu
 
 def env(argv: Sequence[str]) -> int:
     """Imports torch. Errors: ConfigError."""
-    flags, found = parse(argv, flags=["--json"]).flags, facts()
-    if "--json" in flags:
+    words = parse(argv, flags=["--json"])
+    if words.places:
+        raise ConfigError(f"fengine env takes no {words.places[0]!r:.80}; see fengine env --help")
+    found = facts()
+    if "--json" in words.flags:
         print(json.dumps(found, indent=1), flush=True)
         return OK
     for name, value in found.items():

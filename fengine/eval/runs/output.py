@@ -35,9 +35,7 @@ class Export:
     def __init__(self, path: str | Path, logprobs: bool = False, text: bool = True, inputs: str | None = None) -> None:
         """Looks at the place, and writes nothing yet. `inputs` is the prompts file, which is never overwritten."""
         if "\0" in str(path):
-            raise StorageError(
-                f"output path {str(path)!r:.200} is no name that a file could have; choose another out=."
-            )
+            raise StorageError(f"output path {str(path)!r:.200} is no name of a file; choose another out=.")
         self.path, self._logprobs, self._text = Path(os.path.realpath(path)), logprobs, text
         self.folder = Path(f"{self.path}.run")  # of the run that writes this file
         self.written = self.failed = 0
