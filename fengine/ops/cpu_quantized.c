@@ -4,7 +4,8 @@
  *
  * with one float32 product and one rounding to the dtype that the matrix would have unquantized. The sum is linear's own
  * chain over these values, so the bits are those of the dequantized matrix. A few rows decode in registers; more rows
- * share a block of outputs that is decoded once. Blocks come in pairs; an odd last one is followed by one of zeros.
+ * share a block of outputs that is decoded once. Blocks come in pairs, whose codes of some columns lie together, so that
+ * they are read as one stream; an odd last block is followed by one of zeros.
  */
 #include "cpu_fp8.h"
 #include "cpu_products.h"
@@ -28,6 +29,13 @@ INLINE vf from_integers(vu integer) {
 #define HALVES 2 /* vectors of 16 outputs in a block */
 #define COLUMNS 8 /* whose 4-bit codes lie together */
 #define FOUR(code) ((code) == INT4 || (code) == FP4)
+#define BYTES(code) (FOUR(code) ? COLUMNS * BLOCK / 2 : BLOCK) /* of a block's codes that lie together */
+
+/* Codes of a block from the first column on; those of the next columns lie 2 BYTES(code) behind. */
+INLINE const uint8_t *codes_of(const quantized_job *job, int64_t block, const int code) {
+    const int64_t columns_of = FOUR(code) ? (job->k + COLUMNS - 1) / COLUMNS * COLUMNS / 2 : job->k;
+    return job->codes + block / 2 * 2 * columns_of * BLOCK + block % 2 * BYTES(code);
+}
 
 /* The scales of one group of a block, and -zero * scale. */
 typedef struct {
@@ -50,9 +58,9 @@ INLINE void load_group(const quantized_job *job, int64_t block, int64_t group, c
 }
 
 /* The 4-bit codes of 16 outputs in column j of the 8 that `words` holds: dword 4 i + j / 2 has those of outputs 4 i to
- * 4 i + 3, from bit 16 (j % 2) on. */
+ * 4 i + 3, from bit 8 (j % 2) on. */
 INLINE vu four_bits(vu words, int j) {
-    const vu place = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
+    const vu place = {0, 4, 16, 20, 0, 4, 16, 20, 0, 4, 16, 20, 0, 4, 16, 20};
     vu from = (vu){0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12} + (uint32_t)(j / 2), spread;
 #if LANES == 16
     spread = (vu)_mm512_permutexvar_epi32((__m512i)from, (__m512i)words);
@@ -67,7 +75,7 @@ INLINE vu four_bits(vu words, int j) {
     for (int i = 0; i < 16; i++)
         spread[i] = words[from[i]];
 #endif
-    return spread >> (place + 16u * (j % 2)) & 15u;
+    return spread >> (place + 8u * (j % 2)) & 15u;
 }
 
 /* The products of 32 outputs in one column, not yet rounded. */
@@ -115,11 +123,11 @@ INLINE void take(columns *at, vf w, int64_t k, const int b, const int i, const i
         vf_store(at->out + k * BLOCK + 16 * i, w);
 }
 
-INLINE void one_column(columns *at, const uint8_t *codes, int64_t stride, int64_t k, const int rows, const int blocks,
-                       const int code, const int kind) {
+INLINE void one_column(columns *at, const uint8_t *codes, int64_t k, const int rows, const int blocks, const int code,
+                       const int kind) {
     UNROLL(2) for (int b = 0; b < blocks; b++) {
         vf p[HALVES];
-        products(codes + b * stride, k % COLUMNS, code, &at->group[b], p);
+        products(codes + b * BYTES(code), k % COLUMNS, code, &at->group[b], p);
         const int paired = PAIRED(kind, code) && rows;
         vu pair = paired ? PAIR(p) : (vu){0};
         take(at, paired ? (vf)(pair << 16) : vf_rounded(p[0], kind), k, b, 0, rows);
@@ -127,18 +135,19 @@ INLINE void one_column(columns *at, const uint8_t *codes, int64_t stride, int64_
     }
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 
-/* The 16 weights that the codes of an output stand for in a group, rounded to bfloat16: tables of four outputs 4 i + j of
- * 16, i = 0 .. 3, in two registers. */
+/* The 16 weights that the codes of an output stand for in a group, rounded to bfloat16: of 16 outputs the low bytes of
+ * the even ones in two registers, then of the odd ones; and the high bytes. */
 typedef struct {
-    __m512i of[HALVES][4][2];
+    __m512i of[HALVES][2][4];
 } tables;
 
 INLINE void make_tables(const quantized_job *job, int64_t block, int64_t group, const int code, tables *out) {
     static const float integers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     static const float floats[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     const vf value = vf_load(code == INT4 ? integers : floats);
+    const vu low = 0x06040200u + 0x08080808u * (vu){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int64_t at = (block * job->groups + group) * BLOCK;
     float shift[BLOCK];
     for (int o = 0; o < BLOCK; o += 16) {
@@ -146,42 +155,48 @@ INLINE void make_tables(const quantized_job *job, int64_t block, int64_t group, 
         vf_store(shift + o, -(zero * vf_load(job->scale + at + o)));
     }
     UNROLL(2) for (int half = 0; half < HALVES; half++)
-        UNROLL(4) for (int j = 0; j < 4; j++)
-            UNROLL(4) for (int i = 0; i < 4; i += 2) {
-                const int o = 16 * half + 4 * i + j;
-                vf w[2] = {vf_fma(value, vf_set(job->scale[at + o]), vf_set(shift[o])),
-                           vf_fma(value, vf_set(job->scale[at + o + 4]), vf_set(shift[o + 4]))};
-                out->of[half][j][i / 2] = (__m512i)PAIR(w);
-            }
+        UNROLL(4) for (int four = 0; four < 4; four++) {
+            const int first = 16 * half + 8 * (four % 2) + four / 2;
+            vf w[4];
+            UNROLL(4) for (int i = 0; i < 4; i++)
+                w[i] = vf_fma(value, vf_set(job->scale[at + first + 2 * i]), vf_set(shift[first + 2 * i]));
+            __m512i a = (__m512i)PAIR(w), c = (__m512i)PAIR(w + 2);
+            out->of[half][0][four] = _mm512_permutex2var_epi8(a, (__m512i)low, c);
+            out->of[half][1][four] = _mm512_permutex2var_epi8(a, (__m512i)(low + 0x01010101u), c);
+        }
 }
 
-/* Pairs of bfloat16 of 16 outputs in eight columns: looked up, then outputs 4 i + j are turned from registers to lanes. */
-INLINE void look_up(const uint8_t *codes, const __m512i of[4][2], __m512i pair[4]) {
-    const __m512i nibble = _mm512_set1_epi16(15);
-    const __m512i table = (__m512i)(vu){0, 0, 0, 0, 0x100010, 0x100010, 0x100010, 0x100010,
-                                        0x200020, 0x200020, 0x200020, 0x200020, 0x300030, 0x300030, 0x300030, 0x300030};
-    __m512i words = _mm512_loadu_si512(codes), v[4];
-    UNROLL(4) for (int j = 0; j < 4; j++) {
-        __m512i index = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 4 * j), nibble, table, 0xea); /* a & b | c */
-        v[j] = _mm512_permutex2var_epi16(of[j][0], index, of[j][1]);
+/* Pairs of bfloat16 of 16 outputs in eight columns: bytes are looked up, joined, and even outputs put between odd ones. */
+INLINE void look_up(const uint8_t *codes, const __m512i of[2][4], __m512i pair[4]) {
+    const __m512i nibble = _mm512_set1_epi8(15);
+    const __m512i table =
+        (__m512i)(0x10100000u + 0x20202020u * (vu){0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3});
+    __m512i word[2] = {_mm512_loadu_si512(codes)}, half[2][2];
+    word[1] = _mm512_srli_epi16(word[0], 4);
+    UNROLL(2) for (int odd = 0; odd < 2; odd++) {
+        __m512i index = _mm512_ternarylogic_epi32(word[odd], nibble, table, 0xea); /* a & b | c */
+        __m512i low = _mm512_permutex2var_epi8(of[0][2 * odd], index, of[0][2 * odd + 1]);
+        __m512i high = _mm512_permutex2var_epi8(of[1][2 * odd], index, of[1][2 * odd + 1]);
+        half[0][odd] = _mm512_unpacklo_epi8(low, high), half[1][odd] = _mm512_unpackhi_epi8(low, high);
     }
-    __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), c = _mm512_unpacklo_epi32(v[2], v[3]);
-    pair[0] = _mm512_unpacklo_epi64(a, c), pair[1] = _mm512_unpackhi_epi64(a, c);
-    a = _mm512_unpackhi_epi32(v[0], v[1]), c = _mm512_unpackhi_epi32(v[2], v[3]);
-    pair[2] = _mm512_unpacklo_epi64(a, c), pair[3] = _mm512_unpackhi_epi64(a, c);
+    UNROLL(2) for (int i = 0; i < 2; i++) {
+        pair[2 * i] = _mm512_unpacklo_epi32(half[i][0], half[i][1]);
+        pair[2 * i + 1] = _mm512_unpackhi_epi32(half[i][0], half[i][1]);
+    }
 }
 
 #define AHEAD 4096 /* bytes: hardware looks ahead within a page */
 
 /* Eight columns from k. Sums of all outputs take turns: each waits for its own last one. */
-INLINE void eight_columns(columns *at, const uint8_t *codes, int64_t stride, const tables *of, int64_t k, const int rows,
+INLINE void eight_columns(columns *at, const uint8_t *codes, const tables *of, int64_t k, const int rows,
                           const int blocks) {
     const __m512i even = _mm512_set1_epi32((int32_t)0xffff0000);
     __m512i pair[MOST][HALVES][4];
     UNROLL(2) for (int b = 0; b < blocks; b++)
         UNROLL(2) for (int i = 0; i < HALVES; i++) {
-            __builtin_prefetch(codes + b * stride + 64 * i + AHEAD, 0, 2);
-            look_up(codes + b * stride + 64 * i, of[b].of[i], pair[b][i]);
+            const uint8_t *own = codes + b * BYTES(INT4) + 64 * i;
+            __builtin_prefetch(own + AHEAD, 0, 2);
+            look_up(own, of[b].of[i], pair[b][i]);
         }
     UNROLL(4) for (int p = 0; p < 4; p++) {
         UNROLL(2) for (int b = 0; b < blocks; b++)
@@ -196,16 +211,16 @@ INLINE void eight_columns(columns *at, const uint8_t *codes, int64_t stride, con
 /* Takes the columns up to the last whole eight by tables, if groups begin with eights. Returns how many. */
 INLINE int64_t by_tables(const quantized_job *job, columns *at, int64_t block, const int rows, const int blocks,
                          const int code) {
-    int64_t end = job->k / COLUMNS * COLUMNS, stride = (job->k + COLUMNS - 1) / COLUMNS * COLUMNS * BLOCK / 2;
-    const uint8_t *codes = job->codes + block * stride;
+    int64_t end = job->k / COLUMNS * COLUMNS;
+    const uint8_t *codes = codes_of(job, block, code);
     if (job->index || job->group % COLUMNS)
         return 0;
     for (int64_t first = 0; first < end; first += job->group) {
         tables of[MOST];
         int64_t last = end - first < job->group ? end : first + job->group;
         UNROLL(2) for (int b = 0; b < blocks; b++) make_tables(job, block + b, first / job->group, code, &of[b]);
-        for (int64_t k = first; k < last; k += COLUMNS, codes += COLUMNS * BLOCK / 2)
-            eight_columns(at, codes, stride, of, k, rows, blocks);
+        for (int64_t k = first; k < last; k += COLUMNS, codes += 2 * BYTES(code))
+            eight_columns(at, codes, of, k, rows, blocks);
     }
     return end;
 }
@@ -217,9 +232,7 @@ INLINE int64_t by_tables(const quantized_job *job, columns *at, int64_t block, c
 /* Every column of `blocks` blocks from `block`. */
 INLINE void all_columns(const quantized_job *job, columns *at, int64_t block, const int rows, const int blocks,
                         const int code, const int kind) {
-    const int64_t columns_of = FOUR(code) ? (job->k + COLUMNS - 1) / COLUMNS * COLUMNS / 2 : job->k;
-    const int64_t stride = columns_of * BLOCK;
-    const uint8_t *codes = job->codes + block * stride;
+    const uint8_t *codes = codes_of(job, block, code);
     int64_t group = -1, boundary = 0, k = FOUR(code) && kind == BF16 ? by_tables(job, at, block, rows, blocks, code) : 0;
     for (; k < job->k; k++) {
         int64_t mine = job->index ? job->index[k] : k < boundary ? group : k / job->group;
@@ -227,8 +240,8 @@ INLINE void all_columns(const quantized_job *job, columns *at, int64_t block, co
             group = mine, boundary = (k / job->group + 1) * job->group;
             UNROLL(2) for (int b = 0; b < blocks; b++) load_group(job, block + b, group, code, &at->group[b]);
         }
-        int64_t offset = FOUR(code) ? k / COLUMNS * COLUMNS / 2 : k;
-        one_column(at, codes + offset * BLOCK, stride, k, rows, blocks, code, kind);
+        int64_t together = FOUR(code) ? k / COLUMNS : k;
+        one_column(at, codes + together * 2 * BYTES(code), k, rows, blocks, code, kind);
     }
 }
 
@@ -302,8 +315,9 @@ static void quantized_task(const void *context, int64_t task) {
     free(room);
 }
 
-/* codes: of 4 bits, as `four_bits` says, [ceil(n/32), ceil(k/8), 2, 64 bytes], of 8 bits [ceil(n/32), k, 32]; scale, zero [ceil(n/32), groups, 32]; index: the
- * group of each column, or null: k / group. `kind`: what weights are rounded to, of 16 bits. */
+/* codes: of 4 bits, as `four_bits` says, [ceil(n/64), ceil(k/8), 4, 64 bytes], of 8 bits [ceil(n/64), k, 64]; scale,
+ * zero [2 ceil(n/64), groups, 32]; index: the group of each column, or null: k / group. `kind`: what weights are rounded
+ * to, of 16 bits. */
 API int fengine_quantized_linear(const float *x, const uint8_t *codes, const float *scale, const uint8_t *zero,
                                  const int32_t *index, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
                                  int64_t groups, int64_t group, int code, int kind, int bias_kind, int threads) {

@@ -123,8 +123,8 @@ def on_cpu(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None, n: int, group: int, kind: str,
     dtype: torch.dtype, bias: Tensor | None, out_dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """x [T, K] @ w.T + bias -> [T, n]. packed: 4 bits int32 [B, ceil(K/8), 32], 8 bits uint8 [B, K, 32]; scale, zero
-    [B, G, 32]; B blocks of 32 outputs, an even number. dtype: bfloat16 or float16."""
+    """x [T, K] @ w.T + bias -> [T, n]. packed: 4 bits int32 [P, ceil(K/8), 64], 8 bits uint8 [P, K, 64]; scale, zero
+    [2 P, G, 32]; P pairs of blocks of 32 outputs. dtype: bfloat16 or float16."""
     x, (m, k) = contiguous(x, "quantized_linear's x"), x.shape
     y = x.new_empty((m, n))
     library, threads = schedule(2 * m * n * k)
@@ -187,19 +187,19 @@ def pack(codes: Codes, dtype: torch.dtype) -> linear.Leaf:
         return linear.pack(dequantized(codes, dtype))
     n, zero_NG = len(codes.code_NK), codes.zero_NG
 
-    def blocks(t: Tensor) -> Tensor:
+    def blocks(t: Tensor, lanes: int = LANES) -> Tensor:
         padded = pad(t, (0, 0, 0, -n % (2 * LANES)))
-        return rearrange(padded, "(block lane) k -> block k lane", lane=LANES).contiguous()
+        return rearrange(padded, "(block lane) k -> block k lane", lane=lanes).contiguous()
 
-    packed = _fours(codes.code_NK) if codes.kind in FOUR_BITS else blocks(codes.code_NK)
+    packed = _fours(codes.code_NK) if codes.kind in FOUR_BITS else blocks(codes.code_NK, 2 * LANES)
     zero = None if zero_NG is None else blocks(zero_NG)
     return Quantized(packed, blocks(codes.scale_NG.float()), zero, codes.index_K, n, codes.group, codes.kind, dtype)
 
 
 def _fours(code_NK: Tensor) -> Tensor:
-    """Codes of 4 bits as cpu_quantized.c reads them: int32 [blocks, ceil(K / 8), 32]. Pure."""
+    """Codes of 4 bits as cpu_quantized.c reads them: int32 [pairs of blocks, ceil(K / 8), 64]. Pure."""
     padded = pad(code_NK, (0, -code_NK.shape[1] % 8, 0, -len(code_NK) % (2 * LANES)))
-    byte = rearrange(padded, "(b h i j two) (s p c) -> two b s (h i p c j)", h=2, i=4, j=2, two=2, p=4, c=2)
+    byte = rearrange(padded, "(p h i m two) (s c d e) -> two p s (h i c d m e)", h=4, i=4, m=2, two=2, c=2, d=2, e=2)
     return (byte[0] | byte[1] << 4).view(torch.int32)
 
 
