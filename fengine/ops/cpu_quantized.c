@@ -107,6 +107,7 @@ INLINE void products(const uint8_t *codes, const int j, const int code, const gr
 
 #define MOST 2 /* blocks of outputs at a time */
 #define ROWS 4 /* and rows */
+#define AHEAD 4096 /* bytes: hardware looks ahead within a page */
 
 /* What goes through the columns of `blocks` blocks: sums of `rows` rows of x, or where the weights are stored. */
 typedef struct {
@@ -125,6 +126,8 @@ INLINE void take(columns *at, vf w, int64_t k, const int b, const int i, const i
 
 INLINE void one_column(columns *at, const uint8_t *codes, int64_t k, const int rows, const int blocks, const int code,
                        const int kind) {
+    if (!FOUR(code) && blocks > 1)
+        __builtin_prefetch(codes + AHEAD, 0, 2);
     UNROLL(2) for (int b = 0; b < blocks; b++) {
         vf p[HALVES];
         products(codes + b * BYTES(code), k % COLUMNS, code, &at->group[b], p);
@@ -184,8 +187,6 @@ INLINE void look_up(const uint8_t *codes, const __m512i of[2][4], __m512i pair[4
         pair[2 * i + 1] = _mm512_unpackhi_epi32(half[i][0], half[i][1]);
     }
 }
-
-#define AHEAD 4096 /* bytes: hardware looks ahead within a page */
 
 /* Eight columns from k. Sums of all outputs take turns: each waits for its own last one. */
 INLINE void eight_columns(columns *at, const uint8_t *codes, const tables *of, int64_t k, const int rows,
