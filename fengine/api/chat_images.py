@@ -5,9 +5,12 @@ from typing import Any
 
 from fengine.core.scalars import told
 from fengine.errors import InvalidRequestError
+from fengine.multimodal.sources import check_detail, url_in
 
 IMAGE = {"type": "image"}  # what a template sees of one
 PARTS = ("image_url", "image", "input_image")
+IN = ("image_url", "source", "image", "url", "path", "base64")  # where a part has it
+KEYS = ("type", *IN, "detail", "cache_control")  # of caches that an API's provider has: nothing depends on it
 
 
 def without_images(messages: Any) -> tuple[Any, list[Any]]:
@@ -39,14 +42,18 @@ def _message(message: Any, images: list[Any], where: str) -> Any:
 
 def _image(part: Mapping[str, Any], where: str) -> Any:
     """What `image_data` would have of it. Errors: InvalidRequestError."""
-    found, source = part.get("image_url"), part.get("source")
-    if isinstance(found, Mapping):
-        found = found.get("url")
+    for key, value in part.items():
+        if key not in KEYS and value is not None:
+            raise InvalidRequestError(f"{where} has {key!r:.80}, which is not read of an image: {', '.join(KEYS)} are.")
+    check_detail(part.get("detail"))
+    given = [part[name] for name in IN if part.get(name) is not None]
+    found, source = given[0] if given else None, part.get("source")
+    if isinstance(part.get("image_url"), Mapping):
+        found = url_in(part["image_url"])
     if isinstance(source, Mapping):
         base64 = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data')}"
         found = base64 if source.get("type") == "base64" else source.get("url")
-    given = [part.get(name) for name in ("image", "url", "path", "base64")]
-    found = next((value for value in (found, *given) if value is not None), None)
-    if found is None:
-        raise InvalidRequestError(f"{where} is an image without an image_url, a source or an image: {told(part)}.")
+    if found is None or len(given) > 1:
+        what = "several of" if given[1:] else "none of"
+        raise InvalidRequestError(f"{where} is an image with {what} {', '.join(IN)}; give one: {told(part)}.")
     return found

@@ -7,7 +7,7 @@ import json
 import sys
 import warnings
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 try:
     import resource
@@ -15,6 +15,7 @@ except ImportError:  # not a POSIX system
     resource = None
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+RATIO = 200  # of sides: a processor that wants a length of the shorter one would make the longer one as much longer
 
 
 class Refused(Exception):
@@ -23,15 +24,26 @@ class Refused(Exception):
 
 def decoded(data: bytes, most_pixels: int) -> Image.Image:
     """The picture as RGB, turned as EXIF says; alpha is dropped, as transformers does. Errors: Refused."""
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise Refused(f"it is damaged, or none of {', '.join(FORMATS)}") from None
     return as_rgb(image, most_pixels)
+
+
+def check_sides(width: int, height: int, most_pixels: int) -> None:
+    """Errors: Refused."""
+    if width * height > most_pixels:
+        raise Refused(f"it has {width} × {height} pixels, more than max_image_pixels = {most_pixels}: make it smaller")
+    if max(width, height) > RATIO * min(width, height):
+        raise Refused(f"it has {width} × {height} pixels; one side may be at most {RATIO} times the other: cut it")
 
 
 def as_rgb(image: Image.Image, most_pixels: int) -> Image.Image:
     """As `decoded`, of an open image. Errors: Refused."""
-    width, height = image.size
-    if width * height > most_pixels:
-        raise Refused(f"it has {width} × {height} pixels, more than max_image_pixels = {most_pixels}: make it smaller")
+    check_sides(*image.size, most_pixels)
+    if image.mode[0] in "IF":  # which would become white where they are over 255
+        raise Refused(f"its pixels have more than 8 bits (mode {image.mode}): convert it to 8 bits")
     if getattr(image, "is_animated", False) and image.format != "MPO":  # of a camera's, the first is the picture
         raise Refused(f"it is animated ({getattr(image, 'n_frames', 'several')} frames): send one frame as an image")
     return ImageOps.exif_transpose(image).convert("RGB")

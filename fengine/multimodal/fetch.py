@@ -1,10 +1,13 @@
 """Reads an image from http(s): from named hosts, public addresses only, bounded in bytes and time. A name is resolved
-once and the connection goes to the address that was checked, at each redirect anew."""
+once and the connection goes to the address that was checked, at each redirect anew. When the time is up the connection
+is cut: a server that sends a little now and then would keep each read of it alive."""
 
+import contextlib
 import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from urllib.parse import urljoin, urlsplit
@@ -13,11 +16,18 @@ from fengine.errors import InvalidRequestError
 
 TIMEOUT = 20.0  # seconds for all of it
 REDIRECTS = 4
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # addresses of IPv4, behind a gateway
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is of no private, local or reserved network. Pure."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_global
+    """Whether an address is of no private, local or reserved network, also as one of IPv4 within IPv6. Pure."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        if found in NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
+        if found.sixtofour is not None or found.is_site_local:
+            return False
+    return found.is_global and not found.is_multicast
 
 
 def fetch(
@@ -34,6 +44,8 @@ def fetch(
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, InvalidRequestError):
             raise
+        if time.monotonic() >= deadline:
+            raise InvalidRequestError(f"{url!r:.200} takes too long") from error
         raise InvalidRequestError(f"{url!r:.200} cannot be read: {error or type(error).__name__}") from error
     raise InvalidRequestError(f"{url!r:.200}: more than {REDIRECTS} redirects")
 
@@ -49,6 +61,8 @@ def _get(url: str, hosts: tuple[str, ...], most: int, allowed: Callable[[str], b
     if left <= 0:
         raise InvalidRequestError(f"{url!r:.200} takes too long")
     connection = _connection(parts.scheme, parts.hostname, parts.port, allowed, left)
+    timer = threading.Timer(max(deadline - time.monotonic(), 0.0), _cut, (connection.sock,))
+    timer.start()
     try:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("GET", target, headers={"Host": parts.netloc.rpartition("@")[2], "User-Agent": "fengine"})
@@ -59,13 +73,19 @@ def _get(url: str, hosts: tuple[str, ...], most: int, allowed: Callable[[str], b
             raise InvalidRequestError(f"{url!r:.200} answers {response.status}")
         return _body(response, url, most, deadline)
     finally:
+        timer.cancel()
         connection.close()
+
+
+def _cut(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _connection(
     scheme: str, host: str, port: int | None, allowed: Callable[[str], bool], timeout: float
 ) -> http.client.HTTPConnection:
-    """To an address of the host that is allowed."""
+    """To an address of the host that is allowed; its handshake comes with the first bytes."""
     port = port or (443 if scheme == "https" else 80)
     addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     if not addresses or not all(map(allowed, addresses)):
@@ -73,7 +93,9 @@ def _connection(
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     connection.sock = socket.create_connection((addresses[0], port), timeout)
     if scheme == "https":
-        connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=host)
+        connection.sock = ssl.create_default_context().wrap_socket(
+            connection.sock, do_handshake_on_connect=False, server_hostname=host
+        )
     return connection
 
 
@@ -84,6 +106,6 @@ def _body(response: http.client.HTTPResponse, url: str, most: int, deadline: flo
         count += len(piece)
         if count > most:
             raise InvalidRequestError(f"{url!r:.200} has more than {most} bytes")
-        if time.monotonic() > deadline:
-            raise InvalidRequestError(f"{url!r:.200} takes too long")
+    if time.monotonic() >= deadline:  # it was cut
+        raise InvalidRequestError(f"{url!r:.200} takes too long")
     return b"".join(parts)

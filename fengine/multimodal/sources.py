@@ -21,7 +21,7 @@ from fengine.multimodal.fetch import fetch
 try:
     from PIL import Image as pillow
 
-    from fengine.multimodal.decode_child import Refused, as_rgb
+    from fengine.multimodal.decode_child import Refused, as_rgb, check_sides
 except ImportError:
     pillow = None
 
@@ -61,8 +61,12 @@ class Sources:
             raise InvalidRequestError(
                 f"an array must be uint8 [height, width] or [height, width, 1, 3 or 4], got {array.dtype} {list(shape)}"
             )
-        if 0 in shape or shape[0] * shape[1] > self.config.max_image_pixels:
-            raise InvalidRequestError(f"{list(shape)} has no pixels, or more than {self.config.max_image_pixels}")
+        if 0 in shape:
+            raise InvalidRequestError(f"{list(shape)} has no pixels")
+        try:
+            check_sides(shape[1], shape[0], self.config.max_image_pixels)
+        except Refused as error:
+            raise InvalidRequestError(str(error)) from error
         gray = array if array.ndim == 3 else array[:, :, None]
         return np.ascontiguousarray(np.repeat(gray, 3, 2) if gray.shape[2] == 1 else gray[:, :, :3])
 
@@ -72,20 +76,22 @@ class Sources:
             if "format" in item:
                 kind = item["format"]
                 raise UnsupportedFeatureError(f"not built: image_data with format={kind!r:.80}; give the image itself.")
-            item = item.get("url")
+            item = url_in(item)
         if isinstance(item, Path):
             return self._file(item, inside)
-        if not isinstance(item, str):
-            raise InvalidRequestError(
-                f"it must be a path, URL, base64 text, bytes, a PIL image or an array, got {told(item)}"
-            )
-        if item.startswith("data:"):
-            return _data_url(item)
-        if item.startswith(("http://", "https://")):
+        if not isinstance(item, str) or not item:
+            got = "a list: the images of a prompt are a flat one" if isinstance(item, (list, tuple)) else told(item)
+            raise InvalidRequestError(f"it must be a path, URL, base64 text, bytes, a PIL image or an array, got {got}")
+        scheme, rest = item[: item.find(":")].lower(), item[item.find(":") + 1 :]
+        if scheme == "data":
+            return _data_url(rest)
+        if not rest.startswith("//"):
+            return self._path_or_base64(item, inside)
+        if scheme in ("http", "https"):
             return self._fetch(item)
-        if item.startswith("file://"):
-            return self._file(Path(unquote(urlsplit(item).path)), inside)
-        return self._path_or_base64(item, inside)
+        if scheme != "file":
+            raise InvalidRequestError(f"{item!r:.200} is no URL of http, https, file or data")
+        return self._file(Path(unquote(urlsplit(item).path)), inside)
 
     def _path_or_base64(self, item: str, inside: bool) -> bytes:
         looks = len(item) >= 64 and BASE64.fullmatch(item.encode()) is not None
@@ -117,9 +123,28 @@ class Sources:
             raise InvalidRequestError(f"it has no bytes, or more than max_image_mib = {self.config.max_image_mib} MiB")
 
 
-def _data_url(url: str) -> bytes:
-    head, comma, data = url.partition(",")
-    if not comma or not head.endswith(";base64"):
+def url_in(value: Mapping[str, Any]) -> Any:
+    """Of OpenAI's {"url", "detail"}. Pure. Errors: InvalidRequestError for other keys; UnsupportedFeatureError."""
+    given = {key: item for key, item in value.items() if item is not None}
+    if unknown := given.keys() - {"url", "detail"}:
+        raise InvalidRequestError(
+            f"an image as a dict has url and detail, got {sorted(map(str, unknown))[0]!r:.80}, too"
+        )
+    check_detail(given.get("detail"))
+    return given.get("url")
+
+
+def check_detail(detail: Any) -> None:
+    """Errors: InvalidRequestError, UnsupportedFeatureError."""
+    if detail == "low":
+        raise UnsupportedFeatureError('not built: detail="low"; send a smaller image, or leave detail out.')
+    if detail not in (None, "auto", "high", "original"):  # all the same: as the checkpoint's processor sees it
+        raise InvalidRequestError(f"detail must be auto, high or original, got {detail!r:.80}")
+
+
+def _data_url(rest: str) -> bytes:
+    head, comma, data = rest.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
         raise InvalidRequestError("a data URL must be data:image/...;base64,...")
     return _from_base64(data)
 

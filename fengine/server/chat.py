@@ -28,11 +28,8 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     if type(most := sampling["max_new_tokens"]) is int and most > context:
         said = f"max_completion_tokens is too large: {most}. This model supports at most {context} completion tokens."
         raise invalid(request.words["max_new_tokens"], said)
-    images = without_images(chat.messages)[1]
-    if images and engine._parts.images is None:
-        raise invalid("messages", "the messages have images, but this model takes none; leave them out.")
-    ids = chat_ids(engine, chat, _template_values(chat, facts), request.given["add_special_tokens"])
-    ids = request.given["truncation"].cut(ids, context) if request.given["truncation"] else ids
+    ids, images = chat_prompt(engine, chat, _template_values(chat, facts), request.given["add_special_tokens"])
+    ids = request.given["truncation"].cut(ids, context, images) if request.given["truncation"] else ids
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
     form = _form_read(chat, facts, constrained)
     may_think = facts.thinks and not constrained
@@ -66,12 +63,22 @@ def _held(chat: ChatOptions, facts: TemplateFacts, form: Format | None, constrai
     return shown if tag is None else shown | {"structural_tag": json.dumps(tag)}
 
 
-def chat_ids(engine: Engine, chat: ChatOptions, values: dict[str, Any], add_special_tokens: bool) -> list[int]:
-    """The ids of a chat, the last message left open where it goes on. Errors: those of `Engine.chat_ids`."""
+def chat_prompt(
+    engine: Engine, chat: ChatOptions, values: dict[str, Any], add_special_tokens: bool
+) -> tuple[list[int], Any]:  # fmt: skip
+    """(the ids of a chat, every placeholder of its images in place, and these as they were read), the last message left
+    open where it goes on. Errors: those of `Engine.chat_ids`; ApiError, InvalidRequestError for images."""
+    reader, given = engine._parts.images, without_images(chat.messages)[1]
+    if given and reader is None:
+        raise invalid("messages", "the messages have images, but this model takes none; leave them out.")
     ids = engine.chat_ids(
         chat.messages, chat.tools, chat.add_generation_prompt, values, continue_final_message=chat.continue_final
     )
-    return engine.tokenizer.with_special_tokens(ids) if add_special_tokens else ids
+    ids = engine.tokenizer.with_special_tokens(ids) if add_special_tokens else ids
+    if reader is None or not given:
+        return ids, []
+    images = reader.read_all(given, inside=True)
+    return reader.prompt(ids, images).ids, images
 
 
 def _template_values(chat: ChatOptions, facts: TemplateFacts) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def _pickled(service: Service, body: Body) -> Any:
 
 def _count_tokens(service: Service, body: Body) -> Any:
     asked = openai_body.read_chat(messages.to_chat(body, counted=True), 1).chat_options
-    return {"input_tokens": len(chat.chat_ids(service.engine, asked, asked.template_values, False))}
+    return {"input_tokens": len(chat.chat_prompt(service.engine, asked, asked.template_values, False)[0])}
 
 
 def _steering(name: str, doc: str, *arguments: str, access: Access = Access.STEER, alias: str = "") -> Endpoint:

@@ -10,7 +10,7 @@ from fengine.api.hidden_states import FloatList
 from fengine.api.io_struct import GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.server.answers import Plan, Writer, event
-from fengine.server.chat import chat_ids
+from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options
 from fengine.server.choices import finite, token_bytes
 from fengine.server.errors import invalid, missing
@@ -88,7 +88,7 @@ def tokenize(body: Mapping[str, Any], engine: Engine, tokenizer: Tokenizer) -> d
     special = given["add_special_tokens"]
     if given["messages"] is not None:
         chat, several = chat_options(given, has_grammar=False), False
-        rows = [chat_ids(engine, chat, chat.template_values, special is True)]
+        rows = [chat_prompt(engine, chat, chat.template_values, special is True)[0]]
     elif given["prompt"] is None:
         raise missing("prompt")
     else:

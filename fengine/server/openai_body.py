@@ -244,8 +244,10 @@ class Truncation:
             raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0.")
         return None if most is None else cls(most, given["truncation_side"])
 
-    def cut(self, ids: list[int], context: int) -> list[int]:
+    def cut(self, ids: list[int], context: int, images: Sequence[Any] = ()) -> list[int]:
         """Pure. Errors: ApiError."""
+        if images:
+            raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens of a chat with images is not built.")
         if self.tokens > context:
             raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens value is greater than max_model_len "
                           f"({context}). Please, select a smaller truncation size.")  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import fields
 from operator import mul
 from typing import Any
 
+from fengine.api.chat import is_chat, rendered, with_images
 from fengine.api.encode import pair_ids
 from fengine.api.engine import Engine
 from fengine.api.info import hf_config
@@ -17,7 +18,7 @@ from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import Output
 from fengine.api.score import ScoreReqInput, Scoring
 from fengine.server.answers import Plan, counted, new_id
-from fengine.server.chat import chat_ids
+from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options
 from fengine.server.errors import ApiError, invalid, missing
 from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, whole
@@ -94,14 +95,14 @@ def _inputs(given: Mapping[str, Any], engine: Engine) -> tuple[Any, int]:
 
 def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """Errors: ApiError."""
-    given = take(body, EMBEDDINGS)
+    given, images = take(body, EMBEDDINGS), []
     as_base64 = given["encoding_format"] == "base64"
     if given["messages"] is None:
         prompts, count = _inputs(given, engine)
     else:
-        cut, chat = Truncation.of(given), chat_options(given, has_grammar=False)
-        prompts = chat_ids(engine, chat, chat.template_values, body.get("add_special_tokens") is True)
-        prompts, count = cut.cut(prompts, engine._parts.context_length) if cut else prompts, 1
+        cut, chat, count = Truncation.of(given), chat_options(given, has_grammar=False), 1
+        prompts, images = chat_prompt(engine, chat, chat.template_values, body.get("add_special_tokens") is True)
+        prompts = cut.cut(prompts, engine._parts.context_length, images) if cut else prompts
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         data = []
@@ -112,7 +113,8 @@ def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
         return {**_head("embd-", model), "data": data, "usage": _usage(outputs)}
 
     words = WORDS if given["messages"] is None else {}
-    return Plan(EncodeReqInput(prompts, dimensions=given["dimensions"]), count, answer, words=words)
+    asked = EncodeReqInput(prompts, images or None, dimensions=given["dimensions"])
+    return Plan(asked, count, answer, words=words)
 
 
 def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
@@ -145,6 +147,9 @@ def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     text = given["text"]
     several = isinstance(text, list) and (not text or not isinstance(text[0], (int, dict)))
     count = max(len(text), 1) if several else 1
+    if is_chat(text):  # its images are image_data, whose paths are not those of this machine
+        ids, images = rendered(engine._context, text)
+        given |= with_images({"text": ids, "image_data": given["image_data"]}, images)
     return Plan(EncodeReqInput(**given), count, lambda outputs: outputs if several else outputs[0])
 
 

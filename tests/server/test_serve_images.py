@@ -13,7 +13,8 @@ from serving import Live, live, until
 from tiny_vision import picture
 
 from fengine import Engine
-from fengine.errors import InvalidRequestError
+from fengine.api.chat_images import without_images
+from fengine.errors import FengineError, InvalidRequestError
 
 GREEDY = {"max_new_tokens": 5, "temperature": 0.0, "ignore_eos": True}
 SAMPLING = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -100,6 +101,14 @@ def test_completions_of_chats(engine: Engine, server: Live) -> None:
         "model": server.service.model,
     }
     assert server.ask("POST", "/v1/messages", told).json["content"][0]["text"] == want["text"]
+    count = want["meta_info"]["prompt_tokens"]
+    counted = {name: told[name] for name in ("messages", "model")}
+    assert server.ask("POST", "/v1/messages/count_tokens", counted).json == {"input_tokens": count}
+    assert server.ask("POST", "/tokenize", {"messages": asked(data_url(1))}).json["count"] == count
+    begun = server.ask("POST", "/v1/messages", told | {"stream": True}).body.decode().partition("\n\n")[0]
+    assert f'"input_tokens": {count}' in begun
+    cut = server.ask("POST", "/v1/chat/completions", body | {"truncate_prompt_tokens": 5})
+    assert cut.status == 400 and b"truncate_prompt_tokens of a chat with images" in cut.body
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
@@ -114,9 +123,29 @@ def test_files_of_this_machine_are_not_read(server: Live, tmp_path: Path, path: 
         assert answer.status == 400 and b"image_data[0]" in answer.body
 
 
+def test_embeddings_of_chats(tmp_path: Path) -> None:
+    picture(1).save(tmp_path / "secret.png")
+    path = tiny_vision.write_with_text(tmp_path / "llava")
+    with Engine(model_path=str(path), device="cpu", is_embedding=True) as engine, live(engine) as server:
+        want = engine.encode(asked(data_url(1)))["embedding"]
+        assert want == engine.encode(TEXT, image_data=picture(1))["embedding"]
+        body = {"model": server.service.model, "messages": asked(data_url(1))}
+        assert server.ask("POST", "/v1/embeddings", body).json["data"][0]["embedding"] == want
+        assert server.ask("POST", "/encode", {"text": asked(data_url(1))}).json["embedding"] == want
+        several = server.ask("POST", "/encode", {"text": [asked(data_url(1)), asked(data_url(2))]}).json
+        assert several[0]["embedding"] == want != several[1]["embedding"]
+        for url in (str(tmp_path / "secret.png"), (tmp_path / "secret.png").as_uri()):
+            bodies = {"/encode": {"text": asked(url)}, "/v1/embeddings": body | {"messages": asked(url)}}
+            for where, told in bodies.items():
+                answer = server.ask("POST", where, told)
+                assert answer.status == 400 and b"paths are not read over HTTP" in answer.body
+        until(server.quiet)
+
+
 def test_sessions_keep_their_images(engine: Engine) -> None:
     first, more = TEXT, "\nuser: and <image>\nassistant: "
     session = engine.open_session(0)
+    assert session is not None
     one = engine.generate(first, GREEDY, image_data=picture(1), session_params={"id": session})
     two = engine.generate(more, GREEDY, image_data=picture(2), session_params={"id": session})
     three = engine.generate("\nuser: so?", GREEDY, session_params={"id": session})
@@ -129,3 +158,22 @@ def test_sessions_keep_their_images(engine: Engine) -> None:
     assert three["output_ids"] == whole["output_ids"]
     assert three["meta_info"]["cached_tokens"] > 0
     engine.close_session(session)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"image_url": {"url": "", "detail": "low"}}, 'detail="low"'),
+        ({"detail": "low"}, 'detail="low"'),
+        ({"detail": 5}, "detail must be auto"),
+        ({"max_pixels": 5}, r"messages\[0\]\['content'\]\[0\] has 'max_pixels'"),
+        ({"url": "a.png"}, "with several of image_url"),
+        ({"image_url": None}, "with none of image_url"),
+        ({"image_url": {"url": "a.png", "size": 3}}, "got 'size', too"),
+    ],
+)
+def test_what_a_part_has_beside_its_image_is_refused_by_name(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(FengineError, match=why):
+        without_images([{"role": "user", "content": [part("a.png") | change]}])
+    harmless = part("a.png") | {"detail": "auto", "cache_control": {"type": "ephemeral"}, "file_id": None}
+    assert without_images([{"role": "user", "content": [harmless]}])[1] == ["a.png"]

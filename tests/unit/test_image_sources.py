@@ -1,6 +1,7 @@
 """From what callers give to pixels: every form, and every hostile file refused by name, the process alive."""
 
 import base64
+import contextlib
 import io
 import os
 import signal
@@ -43,8 +44,9 @@ def test_every_form_gives_the_same_pixels(sources: Sources, tmp_path: Path) -> N
     path.write_bytes(data)
     text = base64.b64encode(data).decode()
     forms = [path, str(path), path.as_uri(), data, bytearray(data), memoryview(data), text, PIXELS,
-             f"data:image/png;base64,{text}", {"url": f"data:image/png;base64,{text}"}, Image.fromarray(PIXELS),
-             Image.open(io.BytesIO(data))]  # fmt: skip
+             f"data:image/png;base64,{text}", f"DATA:image/png;BASE64,{text}",
+             {"url": f"data:image/png;base64,{text}"}, Image.fromarray(PIXELS),
+             Image.open(io.BytesIO(data)), {"url": str(path), "detail": "high"}]  # fmt: skip
     for form in forms:
         assert np.array_equal(sources.pixels(form), PIXELS), type(form)
 
@@ -73,10 +75,12 @@ def test_hostile_files_are_refused_and_the_next_one_is_read(sources: Sources) ->
     huge = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0))
     frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
     cases = {
-        encoded(kind="JPEG")[:200]: "(?i)truncated|cannot identify",
+        encoded(kind="JPEG")[:200]: "(?i)truncated|is damaged",
         huge + chunk(b"IDAT", zlib.compress(b"\0" * 1000)): "20000 × 20000 pixels, more than max_image_pixels",
         encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]): r"animated \(2 frames\)",
-        b"%PDF-1.4 not a picture": "cannot identify",
+        b"%PDF-1.4 not a picture": "it is damaged, or none of PNG, JPEG",
+        encoded(Image.new("L", (1, 201))): "1 × 201 pixels; one side may be at most 200 times the other",
+        encoded(Image.fromarray(np.full((4, 4), 300, np.uint16))): "more than 8 bits",
         b"": "no bytes",
         b"x" * (1 << 20) + b"y": "max_image_mib = 1",
     }
@@ -92,9 +96,18 @@ def test_hostile_files_are_refused_and_the_next_one_is_read(sources: Sources) ->
         (5, "it must be a path"),
         (PIXELS.astype(np.float32), "must be uint8"),
         (np.zeros((0, 4, 3), np.uint8), "no pixels"),
+        (np.zeros((201, 1), np.uint8), "1 × 201 pixels; one side"),
+        (Image.new("F", (4, 4)), "more than 8 bits"),
+        (Image.new("RGB", (0, 5)), "0 × 5 pixels"),
+        ("", "it must be a path"),
+        ([PIXELS], "a list: the images of a prompt are a flat one"),
+        ({"url": "a.png", "max_pixels": 5}, "got 'max_pixels', too"),
+        ({"url": "a.png", "detail": "best"}, "detail must be auto"),
         ("/no/such/file.png", "cannot be read"),
         ("data:image/png,abc", "a data URL must be"),
         ("http://example.com/a.png", "allow_image_urls=True"),
+        ("HTTP://example.com/a.png", "allow_image_urls=True"),
+        ("ftp://example.com/a.png", "no URL of http, https, file or data"),
         (Image.new("RGB", (200, 200)), "200 × 200 pixels"),
     ],
 )
@@ -106,6 +119,8 @@ def test_what_is_no_image_is_refused(sources: Sources, item: Any, why: str) -> N
 def test_embeddings_made_elsewhere_are_not_built(sources: Sources) -> None:
     with pytest.raises(UnsupportedFeatureError, match="precomputed_embedding"):
         sources.pixels({"format": "precomputed_embedding", "feature": []})
+    with pytest.raises(UnsupportedFeatureError, match='detail="low"'):
+        sources.pixels({"url": "a.png", "detail": "low"})
 
 
 def test_paths_over_http_stay_in_their_folder(tmp_path: Path) -> None:
@@ -169,6 +184,10 @@ class _Pictures(BaseHTTPRequestHandler):
             self.send_header("Location", "http://127.0.0.2:1/a.png")
             self.end_headers()
             return
+        if self.path == "/never":  # an answer that goes on, each piece of it at once
+            with contextlib.suppress(OSError):
+                for _ in range(200_000):
+                    self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         found = self.path == "/a.png"
         self.send_response(200 if found else 404)
         self.end_headers()
@@ -200,8 +219,16 @@ def test_urls_are_read_from_allowed_addresses_only(server: str) -> None:
     for path, hosts, most, allowed, why in refused:
         with pytest.raises(InvalidRequestError, match=why):
             fetch(server + path, hosts, most, allowed)
+    with pytest.raises(InvalidRequestError, match="takes too long"):
+        fetch(f"{server}/never", (), 1 << 20, here, 0.1)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "192.168.0.1"])
+PRIVATE = [
+    "127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "192.168.0.1", "224.0.0.1", "fec0::1",
+    "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", PRIVATE)
 def test_no_address_of_a_private_network_is_public(address: str) -> None:
-    assert not is_public(address) and is_public("8.8.8.8")
+    assert not is_public(address) and is_public("8.8.8.8") and is_public("64:ff9b::808:808")
