@@ -95,4 +95,4 @@ def relaid(t: Tensor) -> Tensor:
 
 def test_opcheck() -> None:
     y, x, stack, token_A, start_S = lora_case(*CASES[1])
-    torch.library.opcheck(lora._add_op, (y, x, x, *stack, token_A, start_S))
+    torch.library.opcheck(torch.ops.fengine.lora_add_.default, (y, x, x, *stack, token_A, start_S))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._inductor.utils import run_and_get_code
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -25,6 +27,7 @@ from fengine.ops import (
     layer_norm,
     linear,
     quantized,
+    registration,
     rms_norm,
     rope,
     sampling,
@@ -440,6 +443,24 @@ def op_samples() -> dict[str, tuple]:
 @pytest.mark.parametrize("name", op_samples())
 def test_registration(name: str):
     torch.library.opcheck(getattr(torch.ops.fengine, name.split()[0]).default, op_samples()[name])
+
+
+class Own(int):
+    """What the dispatcher makes an int of."""
+
+
+def test_on_a_cpu_the_dispatcher_stands_between_only_where_torch_watches() -> None:
+    seen = []
+    op = registration.register(
+        "seen(Tensor x, int n) -> Tensor", lambda *_: None, lambda x, n: seen.append(type(n)) or x + n
+    )
+    assert op(torch.zeros(2), Own(3)).tolist() == [3.0, 3.0] and seen == [Own]
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        op(torch.zeros(2), Own(3))
+    assert "fengine::seen" in {event.key for event in recorded.key_averages()}
+    with FlopCounterMode(display=False):
+        op(torch.zeros(2), Own(3))
+    assert seen == [Own, int, int]
 
 
 def small_model(
