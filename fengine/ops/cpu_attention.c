@@ -222,20 +222,23 @@ INLINE void score_rows(const float *q, int64_t padded, const float *keys_t, int6
         UNROLL(2) for (int h = 0; h < halves; h++) scores[r][h] = acc[r][h];
 }
 
-INLINE void score_block(const float *q, int64_t padded, const float *keys_t, int64_t width, int rows, const int halves,
-                        vf (*scores)[2]) {
+/* Out of line, as `add_block`. */
+static __attribute__((noinline)) void score_block(const float *q, int64_t padded, const float *keys_t, int64_t width,
+                                                  int rows, int halves, vf (*scores)[2]) {
+#define SCORE(n)                                                    \
+    case n:                                                         \
+        if (halves == 2)                                            \
+            score_rows(q, padded, keys_t, width, n, 2, scores);     \
+        else                                                        \
+            score_rows(q, padded, keys_t, width, n, 1, scores);     \
+        break;
     switch (rows) {
-    case 1: score_rows(q, padded, keys_t, width, 1, halves, scores); break;
+        SCORE(1) SCORE(2)
 #if LANES == 16
-    case 2: score_rows(q, padded, keys_t, width, 2, halves, scores); break;
-    case 3: score_rows(q, padded, keys_t, width, 3, halves, scores); break;
-    case 4: score_rows(q, padded, keys_t, width, 4, halves, scores); break;
-    case 5: score_rows(q, padded, keys_t, width, 5, halves, scores); break;
-    case 6: score_rows(q, padded, keys_t, width, 6, halves, scores); break;
-    case 7: score_rows(q, padded, keys_t, width, 7, halves, scores); break;
+        SCORE(3) SCORE(4) SCORE(5) SCORE(6) SCORE(7) SCORE(8)
 #endif
-    default: score_rows(q, padded, keys_t, width, SCORE_ROWS, halves, scores);
     }
+#undef SCORE
 }
 
 /* acc[r] = acc[r] * decay[r] + sum over keys `hidden` .. `visible` - 1 of p[r] * values, for 16 x vectors columns from `column` on. */
@@ -295,25 +298,23 @@ static void attend_rows(const attention_job *job, const float *q, const key_bloc
     const vf unseen = vf_set(-INFINITY);
     int64_t padded = job->padded;
     vf p[SCORE_ROWS][2], change = {0};
-    if (visible > 16)
-        score_block(q, padded, block->keys_t, job->width, rows, 2, p);
-    else
-        score_block(q, padded, block->keys_t, job->width, rows, 1, p);
+    score_block(q, padded, block->keys_t, job->width, rows, visible > 16 ? 2 : 1, p);
     for (int r = 0; r < rows && job->cap > 0.0f; r++) {
         p[r][0] = capped(p[r][0], job->cap);
         if (visible > 16)
             p[r][1] = capped(p[r][1], job->cap);
     }
     for (int r = 0; r < rows; r++) {
-        vf low = vf_select(seen[0], p[r][0], unseen), high = unseen;
-        if (visible > 16)
-            high = vf_select(seen[1], p[r][1], unseen);
-        float top = vf_peak(vf_max(low, high));
+        p[r][0] = vf_select(seen[0], p[r][0], unseen);
+        p[r][1] = visible > 16 ? vf_select(seen[1], p[r][1], unseen) : unseen;
+        float top = vf_peak(vf_max(p[r][0], p[r][1]));
         top = top > peak[r] ? top : peak[r];
         change[r] = peak[r] - top;
         peak[r] = top;
-        p[r][0] = vf_select(seen[0], vf_exp(low - vf_set(top)), (vf){0});
-        p[r][1] = visible > 16 ? vf_select(seen[1], vf_exp(high - vf_set(top)), (vf){0}) : (vf){0};
+    }
+    for (int r = 0; r < rows; r++) {
+        p[r][0] = vf_select(seen[0], vf_exp(p[r][0] - vf_set(peak[r])), (vf){0});
+        p[r][1] = visible > 16 ? vf_select(seen[1], vf_exp(p[r][1] - vf_set(peak[r])), (vf){0}) : (vf){0};
     }
     float decay[16];
     vf_store(decay, vf_exp(change));
