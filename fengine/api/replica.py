@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from safetensors.torch import load_file
+
 from fengine.api.features import FEATURES
 from fengine.config import EngineConfig
 from fengine.core.plain import from_plain
@@ -15,11 +17,24 @@ from fengine.engine.parallel.child import NOTHING, Link
 from fengine.engine.parallel.progress import decoded, kind_and_text, progress, with_images
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
+from fengine.engine.weights.updates import UpdateResult
 from fengine.errors import FengineError
 from fengine.lora.shared import Replicated
 from fengine.structured_output.backend import Grammars, Source
 from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.token_texts import token_texts
+
+
+class Files:
+    """What the first process leaves in files."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def update(self, path: str, names: list[str], version: str | None, abort: bool) -> UpdateResult:
+        tensors = load_file(path)
+        named = [(name, tensors.get(str(index))) for index, name in enumerate(names)]
+        return self.parts.updates.update_from_tensor(named, None, version=version, abort=abort)
 
 
 class Server:
@@ -28,6 +43,7 @@ class Server:
     def __init__(self, link: Link, parts: Parts) -> None:
         self.link, self.parts = link, parts
         self.adapters = None if parts.adapters is None else Replicated(parts.adapters, parts.config.lora)
+        self.owners = {"adapters": self.adapters, "files": Files(parts)}
         self.sent: dict[RequestState, dict[str, Any]] = {}
         self.fresh: queue.SimpleQueue[RequestState] = queue.SimpleQueue()
         self._use_whitespace(list(Whitespace()))
@@ -70,9 +86,7 @@ class Server:
             if part == "core":
                 value = self.parts.core.stats() if name == "get_stats" else self.parts.core.call(name, **arguments)
             else:
-                value = getattr(self.adapters if part == "adapters" else getattr(self.parts, part), name)(
-                    *given, **arguments
-                )
+                value = getattr(self.owners.get(part) or getattr(self.parts, part), name)(*given, **arguments)
             self.link.say(answer=number, value=value)
         except FengineError as error:
             self.link.say(answer=number, failed=kind_and_text(error))
@@ -98,6 +112,7 @@ class Server:
 
 def serve(link: Link, start: dict[str, Any]) -> None:
     """Until the process ends. What fails at the start is told."""
+    link.folder = start["folder"]
     try:
         parts = build(from_plain(EngineConfig, start["config"], NOTHING), FEATURES)
     except FengineError as error:

@@ -50,7 +50,7 @@ class Features:
     adapters: Callable[[LoraConfig, ModelSpec, Params, str, Group | None], AdapterSlots | None]  # modifies the params
     speculation: Callable[[EngineConfig, ModelSpec, Params], Speculation | None]  # loads the draft, if there is one
     images: Callable[[EngineConfig, Path, ModelSpec, Any], Any]  # what reads a call's images; may be None
-    shared: Callable[[LoraConfig, Callable[..., Any]], Any]  # the adapters of replicas, which are asked by the second
+    shared: Callable[[LoraConfig, Callable[..., Any], str], Any]  # of replicas: who asks all, a folder that they see
 
 
 class Worker(NamedTuple):

@@ -25,11 +25,11 @@ Ask = Callable[..., Any]  # has all replicas call a method of `Replicated`; rais
 class SharedAdapters(Adapters):
     """As `Adapters`, without images. Thread-safe. Modifies: itself."""
 
-    def __init__(self, config: LoraConfig, ask: Ask) -> None:
-        """Those of `config.paths`, which every replica has loaded."""
+    def __init__(self, config: LoraConfig, ask: Ask, folder: str) -> None:
+        """Those of `config.paths`, which every replica has loaded. `folder`: for those that are given as tensors."""
         nothing: Any = None
         super().__init__(nothing, nothing, torch.empty(config.max_loras_per_batch, 0), config.max_loaded_loras, "")
-        self.ask = ask
+        self.ask, self.folder = ask, folder
         self._folders: dict[str, tempfile.TemporaryDirectory[str]] = {}  # of those given as tensors
         for name, path in config.named():
             self._enter(name, path, name in config.pinned, next(self._numbers))
@@ -37,7 +37,7 @@ class SharedAdapters(Adapters):
     def load_tensors(self, name: Any, tensors: Any, values: Any, pinned: Any = False) -> None:
         check_arguments(tensors, values)
         check_tensors(tensors, name)
-        folder = tempfile.TemporaryDirectory(prefix="fengine-adapter-")
+        folder = tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True)
         held = {key: tensor.detach().cpu().resolve_neg().contiguous().clone() for key, tensor in tensors.items()}
         save_file(held, Path(folder.name) / WEIGHTS)
         (Path(folder.name) / CONFIG).write_text(json.dumps(dict(values), default=_plain))

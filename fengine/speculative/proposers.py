@@ -30,6 +30,8 @@ EXPERTS = 0.5  # so does one that reads experts of its own
 EXPERT_ROWS = 8  # beyond it rows of experts have no drafts
 TOLL, CROWD = 0.2, 0.005  # of a step: host and draft, for which the device waits, and for each row, on one H200
 LEAST_GUESS = 0.02  # of a step, however small the draft is
+STEP, LAYER, GUESS = 0.3, 0.022, 0.06  # milliseconds on one H200: of a step beside its layers, of one, of a guess
+RATE = 4.3e9  # bytes of weights in a millisecond there
 
 
 class Memo(NamedTuple):
@@ -109,12 +111,22 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
 
 
 def _prices(config: EngineConfig, head: Head, target: ModelSpec, params: Params) -> tuple[float, float]:
-    """To verify a guess, and to make it, in steps of one token: by bytes that are read, so that they are the same at
-    every start; 0 where every try pays. Pure."""
+    """To verify a guess, and to make it, in steps of one token: by bytes that are read and layers, so that they are the
+    same at every start; 0 where every try pays. Pure."""
     if not config.speculation.adaptive:
         return 0.0, 0.0
-    verify = EXPERTS if target.experts else VERIFY["cpu" if device_of(config) == "cpu" else "cuda"]
-    return verify, max(head.bytes / max(param_bytes(params), 1), LEAST_GUESS)
+    kind = "cpu" if device_of(config) == "cpu" else "cuda"
+    share = share_of(kind, (head.bytes, head.spec.num_layers), (param_bytes(params), target.num_layers))
+    return EXPERTS if target.experts else VERIFY[kind], max(share, LEAST_GUESS)
+
+
+def share_of(kind: str, draft: tuple[int, int], target: tuple[int, int]) -> float:
+    """What a guess takes of a step, by bytes of weights and layers of both. Pure. On CUDA small layers wait for their
+    launches, not for bytes."""
+    if kind == "cpu":
+        return draft[0] / max(target[0], 1)
+    guess = GUESS + max(LAYER * (draft[1] - 1), draft[0] / RATE)
+    return guess / (STEP + max(LAYER * target[1], target[0] / RATE))
 
 
 def _head(config: EngineConfig, target: ModelSpec, params: Params) -> Head:

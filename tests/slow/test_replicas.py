@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_adapters
 import tiny_vision
+import torch
 from test_ranks import PARAMS, PROMPTS, SETTINGS, adapted, results
 
 from fengine import Engine
@@ -129,8 +130,31 @@ def test_errors_are_those_of_one(one: Engine, two: Engine) -> None:
     with pytest.raises(UnsupportedFeatureError, match="processor"):
         two.register_logit_processor("same", lambda logits, params: logits)
         two.generate("a", custom_logit_processor="same")
-    with pytest.raises(UnsupportedFeatureError, match="dp_size=2"):
-        two.update_weights_from_tensor([])
+    with pytest.raises(UnsupportedFeatureError, match="profile.start with parallel.dp_size=2"):
+        two.start_profile()
+
+
+def test_tensors_reach_every_replica(two: Engine) -> None:
+    half, params = torch.full((256,), 0.5), PARAMS[1] | {"sampling_seed": 5}
+    with Engine(**SETTINGS) as one:
+        assert one.update_weights_from_tensor([("model.norm.weight", half)]).success
+        want = [one.generate(prompt, params)["text"] for prompt in PROMPTS]
+    before = [two.generate(prompt, params, routed_dp_rank=0)["text"] for prompt in PROMPTS]
+    assert two.begin_weight_update().success
+    assert two.update_weights_from_tensor({"model.norm.weight": half}).success
+    assert two.end_weight_update(weight_version="half").success
+    for rank in (0, 1):
+        outputs: Any = [two.generate(prompt, params, routed_dp_rank=rank) for prompt in PROMPTS]
+        assert [out["text"] for out in outputs] == want != before
+        assert outputs[0]["meta_info"]["weight_version"] == "half"
+    bad: dict[str, Any] = {"model.norm.weight": [1.0], "nobody": half}
+    for name, value in bad.items():
+        answer = two.update_weights_from_tensor([(name, value)])
+        assert not answer.success and name in answer.message
+    with pytest.raises(UnsupportedFeatureError, match="load_format"):
+        two.update_weights_from_tensor([], load_format="mine")
+    assert two.update_weights_from_disk("box", weight_version="second").success
+    assert [two.generate(prompt, params)["text"] for prompt in PROMPTS] == before
 
 
 def test_adapters_are_those_of_one(tmp_path: Path) -> None:
@@ -244,6 +268,8 @@ def test_a_death_fails_its_requests_by_name_and_the_others_go_on() -> None:
 
 def test_one_that_is_started_again_computes_the_same() -> None:
     with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
+        with pytest.raises(UnsupportedFeatureError, match="would not have them"):
+            engine.update_weights_from_tensor([])
         want = engine.generate(PROMPTS, PARAMS[0])
         assert "replica 1 of 2" in killed(engine)[1]
         came_back(engine, 1)

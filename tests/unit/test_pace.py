@@ -8,7 +8,7 @@ from fengine.core.request import Drafting, Request, SamplingParams
 from fengine.core.speculation import Ask, gain_of
 from fengine.speculative.draft import Memo
 from fengine.speculative.pace import GROWTH, LONGEST, REST, WAIT, Pace
-from fengine.speculative.proposers import EXPERTS, LEAST_GUESS
+from fengine.speculative.proposers import EXPERTS, LEAST_GUESS, share_of
 
 PRICE = 0.09
 
@@ -62,6 +62,16 @@ def test_guesses_that_cost_nothing_are_made_always_and_dear_ones_never() -> None
         pace.learn(5, 0, known)
     assert pace.size == 5 and not pace.resume_at and pace.gain > 0
     assert Pace(5, 1.1).size == 0 == Pace(5, 1.1).gain
+
+
+def test_a_guess_of_a_small_model_costs_its_launches_on_a_gpu_and_its_bytes_on_a_cpu() -> None:
+    """Llama-3.1-8B and a head of it: 0.24 of 4.2 ms on one H200; the box and a head of two fifths of its bytes."""
+    head, llama = (750_000_000, 1), (16_060_000_000, 32)
+    assert share_of("cuda", head, llama) == pytest.approx(0.24 / 4.2, rel=0.05)
+    head, box = (3_300_000, 1), (8_300_000, 4)
+    assert share_of("cuda", head, box) == pytest.approx(0.15, abs=0.01)
+    assert share_of("cpu", head, box) == pytest.approx(3.3 / 8.3)
+    assert share_of("cuda", box, box) < 0.4 < share_of("cpu", box, box)
 
 
 def test_mixtures_are_tried_too_and_again() -> None:

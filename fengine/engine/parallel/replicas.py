@@ -6,13 +6,13 @@
 A request's seed is resolved before it is routed (`routing.py`), so where it goes changes no bit. A replica that dies
 fails its requests by name; the others go on."""
 
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -24,21 +24,15 @@ from fengine.engine.load import Loaded
 from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.parallel.child import NOTHING, Child
 from fengine.engine.parallel.progress import encoded, error_of, take, with_images
+from fengine.engine.parallel.remote import METHODS, Remote, RemoteUpdates, joined
 from fengine.engine.parallel.routing import BLOCK, Replica, chosen, prefix_keys
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL
-from fengine.engine.weights.updates import UpdateResult
 from fengine.engine.workers import Features
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, UnsupportedFeatureError
 from fengine.worker.process_group import device_of_rank
 
-METHODS = {  # of parts of an engine, asked of every replica
-    "weights": ("nbytes",),
-    "updates": ("update_from_disk", "begin", "end", "read"),
-    "memory": ("release", "resume", "keep_weights"),
-    "profile": (),
-}
 KEPT = ("pause", "label_weights", "keep_weights", "update_from_disk", "use_whitespace")  # told again after a restart
 
 
@@ -52,6 +46,7 @@ class Replicas:
         self._lock = threading.Condition(cast(Any, self.inbox.lock))
         self.requests = OutputProcessor(cast(Any, self), self.abort)
         self._kept: dict[Any, list[Any]] = {}
+        self.folder = tempfile.TemporaryDirectory(prefix="fengine-replicas-", ignore_cleanup_errors=True)
         self.replicas = [Replica(rank, blocks) for rank in range(self.size)]
         self._text = threading.Thread(target=self.requests.run, name="fengine-text", daemon=True)
         self._text.start()
@@ -68,7 +63,7 @@ class Replicas:
         gpus = parallel.tp_size
         device = device_of_rank(model.device or "cpu", replica.rank * gpus, self.size * gpus)
         own = replace(self.config, model=replace(model, device=device), parallel=replace(parallel, dp_size=1))
-        start = {"replica": replica.rank, "config": to_plain(own, NOTHING)}
+        start = {"replica": replica.rank, "config": to_plain(own, NOTHING), "folder": self.folder.name}
         hear, ended = partial(self._hear, replica), partial(self._died, replica)
         replica.child = Child(start, torch.get_num_threads() // self.size, hear, ended)
 
@@ -219,6 +214,7 @@ class Replicas:
             child.kill()
         for child in children:
             child.close()
+        self.folder.cleanup()
         self.requests.steps.put(None)
         if not self.owns_thread():
             self._text.join()
@@ -228,45 +224,6 @@ class Replicas:
         with self._lock:
             for each in self.replicas:
                 each.end(error)
-
-
-def joined(values: Sequence[Any]) -> Any:
-    """One answer of those of all replicas: counters are added, flags hold if all do. Pure."""
-    first = values[0] if values else None
-    if isinstance(first, dict):
-        return {key: _added([value[key] for value in values]) for key in first}
-    if isinstance(first, bool):
-        return all(values)
-    if isinstance(first, list) and len(first) == 2 and isinstance(first[0], bool):
-        return UpdateResult(*next((value for value in values if not value[0]), first))
-    return first
-
-
-def _added(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], bool):
-        return any(values)
-    if isinstance(values[0], (int, float)):
-        return sum(values)
-    return {name: why for value in values for name, why in value.items()} if isinstance(values[0], dict) else values[0]
-
-
-class Remote:
-    """A part of the replicas' engines: METHODS are asked of all."""
-
-    def __init__(self, core: Replicas, part: str) -> None:
-        self._core, self._part = core, part
-        self.places = {
-            name: SimpleNamespace(shape=shape, leaf=SimpleNamespace(dtype=kind))
-            for name, shape, kind in (core.replicas[0].facts or {})["weights"]
-        }
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in METHODS[self._part]:
-            raise UnsupportedFeatureError(f"{name} with parallel.dp_size={self._core.size} is not built; use dp_size=1")
-        return partial(self._core.ask, self._part, name)
-
-    def close(self) -> None:
-        """With its replicas."""
 
 
 def open_replicas(config: EngineConfig, loaded: Loaded, features: Features, started: float) -> Parts:
@@ -284,7 +241,11 @@ def open_replicas(config: EngineConfig, loaded: Loaded, features: Features, star
         compile_seconds=max(each["compile_seconds"] for each in facts), compiles_at_start=0,
         kv_dtype=getattr(torch, facts[0]["kv_dtype"]), kv_bytes=facts[0]["kv_bytes"], pooling=loaded.pooling,
         ranks=core,
-        adapters=features.shared(config.lora, partial(core.ask, "adapters")) if config.lora.on else None,
+        adapters=shared_adapters(config, features, core),
         images=features.images(config, loaded.model_dir, loaded.spec, loaded.tokenizer),
-        **{part: cast(Any, Remote(core, part)) for part in METHODS},
+        **{part: cast(Any, (RemoteUpdates if part == "updates" else Remote)(core, part)) for part in METHODS},
     )  # fmt: skip
+
+
+def shared_adapters(config: EngineConfig, features: Features, core: Replicas) -> Any:
+    return features.shared(config.lora, partial(core.ask, "adapters"), core.folder.name) if config.lora.on else None

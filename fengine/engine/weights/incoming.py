@@ -50,7 +50,18 @@ class Change(NamedTuple):
         return self._replace(tensor=self.tensor.cpu() if self.tensor.is_cuda else self.tensor.clone())
 
 
+FORMATS = (None, "direct", "flattened_bucket")  # of tensors
 SERIALIZED = (str, bytes, bytearray)
+
+
+def tensors_of(given: Any, load_format: Any) -> list[tuple[str, Tensor]]:
+    """Errors: InvalidRequestError, UnsupportedFeatureError."""
+    if load_format not in FORMATS:
+        raise UnsupportedFeatureError(
+            f"load_format={load_format!r} is not built: custom loaders are code. Pass (name, tensor) pairs with "
+            "load_format=None, or 'flattened_bucket'."
+        )
+    return unflattened(given) if load_format == "flattened_bucket" else pairs(given)
 
 
 def pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
@@ -85,7 +96,7 @@ def unflattened(buckets: Any) -> list[tuple[str, Tensor]]:
                 "and metadata; everything runs in one process."
             )
         flat, entries = _entry(bucket, "flattened_tensor"), _entry(bucket, "metadata")
-        if fault := _unreadable(flat):
+        if fault := unreadable(flat):
             raise InvalidRequestError(f"flattened_tensor {fault}.")
         if flat.dim() != 1 or not isinstance(entries, (list, tuple)):
             raise InvalidRequestError(
@@ -165,7 +176,7 @@ def _split_fused(
         if name not in places and f"model.{name}" in places:
             name = f"model.{name}"
         rows = [places[part].shape[0] for part in fused.get(name, ()) if part in places]
-        if rows and _unreadable(tensor):
+        if rows and unreadable(tensor):
             yield fused[name][0], tensor  # what cannot be split is refused in the name of the first part
         elif not rows or not tensor.dim() or tensor.shape[0] != sum(rows):
             yield name, tensor
@@ -173,7 +184,7 @@ def _split_fused(
             yield from zip(fused[name], tensor.split(rows), strict=True)
 
 
-def _unreadable(tensor: Any) -> str | None:
+def unreadable(tensor: Any) -> str | None:
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         hint = " (give full_tensor())" if hasattr(tensor, "full_tensor") else ""
         return f"must be a torch.Tensor, got {type(tensor).__name__}{hint}"
@@ -187,7 +198,7 @@ def _unreadable(tensor: Any) -> str | None:
 
 
 def _fault(tensor: Any, place: Place) -> str | None:
-    if why := _unreadable(tensor):
+    if why := unreadable(tensor):
         return why
     if tensor.dtype not in FLOATS:
         return f"dtype {tensor.dtype} is not supported; use float32, bfloat16 or float16"

@@ -20,7 +20,7 @@ from fengine import models
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.parallel.ranks import Ranks
 from fengine.engine.weights.group import GroupError, Groups, buffers
-from fengine.engine.weights.incoming import Change, Origin, pairs, settle_head, unflattened
+from fengine.engine.weights.incoming import FORMATS, Change, Origin, settle_head, tensors_of
 from fengine.engine.weights.live import LiveWeights
 from fengine.errors import (
     ConfigError,
@@ -35,7 +35,6 @@ from fengine.models.weights import EMBEDDING, HEAD
 from fengine.worker.hub import resolve_model
 
 Reader = Callable[[], list[tuple[str, Tensor]]]
-FORMATS = (None, "direct", "flattened_bucket")  # of tensors
 SELECTORS = ("all", "target")
 LOST = "the weights are incomplete"  # the key of a refusal
 
@@ -91,12 +90,7 @@ class WeightUpdates:
         self, named_tensors: Any, load_format: Any, *, version: str | None = None, abort: bool = False
     ) -> UpdateResult:
         """Some or all tensors by name, from any device. They are copied before the call returns."""
-        if load_format not in FORMATS:
-            raise UnsupportedFeatureError(
-                f"load_format={load_format!r} is not built: custom loaders are code. Pass (name, tensor) pairs with "
-                "load_format=None, or 'flattened_bucket'."
-            )
-        given = unflattened(named_tensors) if load_format == "flattened_bucket" else pairs(named_tensors)
+        given = tensors_of(named_tensors, load_format)
         return self._update(lambda: given, version, abort)
 
     def update_from_distributed(

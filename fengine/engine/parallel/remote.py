@@ -1,0 +1,83 @@
+"""The parts of an engine where it is several replicas: METHODS are asked of all, and their answers are joined."""
+
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from safetensors.torch import save_file
+
+from fengine.engine.weights.incoming import tensors_of, unreadable
+from fengine.engine.weights.updates import UpdateResult
+from fengine.errors import UnsupportedFeatureError
+
+METHODS = {  # of parts of an engine, asked of every replica
+    "weights": ("nbytes",),
+    "updates": ("update_from_disk", "begin", "end", "read"),
+    "memory": ("release", "resume", "keep_weights"),
+    "profile": (),
+}
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """One answer of those of all replicas: counters are added, flags hold if all do. Pure."""
+    first = values[0] if values else None
+    if isinstance(first, dict):
+        return {key: _added([value[key] for value in values]) for key in first}
+    if isinstance(first, bool):
+        return all(values)
+    if isinstance(first, list) and len(first) == 2 and isinstance(first[0], bool):
+        return UpdateResult(*next((value for value in values if not value[0]), first))
+    return first
+
+
+def _added(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], bool):
+        return any(values)
+    if isinstance(values[0], (int, float)):
+        return sum(values)
+    return {name: why for value in values for name, why in value.items()} if isinstance(values[0], dict) else values[0]
+
+
+class Remote:
+    """A part of the replicas' engines: METHODS are asked of all."""
+
+    def __init__(self, core: Any, part: str) -> None:
+        self._core, self._part = core, part
+        self.places = {
+            name: SimpleNamespace(shape=shape, leaf=SimpleNamespace(dtype=kind))
+            for name, shape, kind in (core.replicas[0].facts or {})["weights"]
+        }
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in METHODS[self._part]:
+            what = f"{self._part}.{name}"
+            raise UnsupportedFeatureError(f"{what} with parallel.dp_size={self._core.size} is not built; use dp_size=1")
+        return partial(self._core.ask, self._part, name)
+
+    def close(self) -> None:
+        """With its replicas."""
+
+
+class RemoteUpdates(Remote):
+    """As `WeightUpdates`, of all replicas."""
+
+    def update_from_tensor(
+        self, named_tensors: Any, load_format: Any, *, version: str | None = None, abort: bool = False
+    ) -> UpdateResult:
+        """Through a file, from which each replica reads them; what it cannot hold is refused there by its name."""
+        if self._core.config.parallel.dp_restart:
+            raise UnsupportedFeatureError(
+                "tensors with parallel.dp_restart=True are not built: a replica that is started again would not have "
+                "them; use dp_restart=False, or update_weights_from_disk"
+            )
+        given = tensors_of(named_tensors, load_format)
+        path = Path(self._core.folder.name) / f"{uuid.uuid4().hex}.safetensors"
+        good = {str(i): x for i, (_, x) in enumerate(given) if not unreadable(x) and not x.is_complex()}
+        save_file({i: x.detach().cpu().contiguous().clone() for i, x in good.items()}, path)
+        try:
+            return self._core.ask("files", "update", str(path), [name for name, _ in given], version, abort)
+        finally:
+            path.unlink()
