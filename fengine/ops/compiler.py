@@ -29,6 +29,10 @@ HEADERS = sorted(Path(__file__).parent.glob("cpu_*.h"))
 PREBUILT = Path(__file__).parent / "prebuilt"
 # Kinds of CPU that wheels have kernels for, the best first: the flags of /proc/cpuinfo that it needs, the compiler's.
 LEVELS = {
+    "x86-64-v4-bf16": (
+        "avx512_bf16 avx512vbmi avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma bmi1 bmi2 f16c movbe",
+        "-march=x86-64-v4 -mavx512bf16 -mavx512vbmi",
+    ),
     "x86-64-v4": ("avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma bmi1 bmi2 f16c movbe", "-march=x86-64-v4"),
     "x86-64-v3": ("avx2 fma bmi1 bmi2 f16c movbe", "-march=x86-64-v3"),
     "arm64": ("asimd", "-march=armv8-a"),
@@ -140,9 +144,9 @@ def _compile(compiler: list[str], sources: list[Path], output: Path, march: str 
     arm = platform.machine() in ("arm64", "aarch64")
     undefined = ("-Wl,-undefined,dynamic_lookup",) if platform.system() == "Darwin" else ()
     objects = [output.with_name(source.stem + ".o") for source in sources]
-    native = march or ("-mcpu=native" if arm else "-march=native")
+    native = (march or ("-mcpu=native" if arm else "-march=native")).split()
     commands = [
-        [*compiler, *FLAGS, native, "-c", str(source), "-o", str(target)]
+        [*compiler, *FLAGS, *native, "-c", str(source), "-o", str(target)]
         for source, target in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(len(commands)) as pool:
