@@ -7,6 +7,7 @@ sentence-transformers describes it by `modules.json` (a list of modules, each wi
 before it is tokenized stands in `sentence_bert_config.json` and `config_sentence_transformers.json`."""
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -35,13 +36,19 @@ KEYS = {
     "modules.json": "idx name path type",
     "the Pooling module's config.json": "word_embedding_dimension embedding_dimension pooling_mode include_prompt",
     "a Dense module's config.json": "in_features out_features bias activation_function",
+    "a Normalize module's config.json": "",
     "sentence_bert_config.json": "max_seq_length do_lower_case",
     "config_sentence_transformers.json": "prompts default_prompt_name __version__ similarity_fn_name model_type",
 }
-USUAL: dict[str, Any] = {
-    "transformer_task": "feature-extraction",
-    "module_output_name": "token_embeddings",
-    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+VECTOR = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+USUAL: dict[str, dict[str, Any]] = {
+    "sentence_bert_config.json": {
+        "transformer_task": "feature-extraction",
+        "module_output_name": "token_embeddings",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    },
+    "a Dense module's config.json": VECTOR,
+    "a Normalize module's config.json": VECTOR,
 }
 
 
@@ -88,19 +95,32 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
         raise ModelLoadError(f"modules.json: expected Transformer, Pooling, perhaps Dense and Normalize, got {kinds}.")
     pool, with_prompt = _pool(folders[1][1] / "config.json", config.get("hidden_size"))
     prompt = _prompt(directory / "config_sentence_transformers.json")
-    if prompt and pool == "mean" and not with_prompt:
+    if prompt and pool != "last" and not with_prompt:
         raise UnsupportedFeatureError("the Pooling module leaves out the prompt (include_prompt false): not built.")
     dense, size = [], config.get("hidden_size")
     for _, folder in folders[2 : len(folders) - normalize]:
         dense.append(_dense(folder, size))
         size = len(dense[-1].bias_O)
-    limits = _text_limits(directory / "sentence_bert_config.json")
+    if normalize and folders[-1][1] != directory and os.path.lexists(path := folders[-1][1] / "config.json"):
+        _read(path, "a Normalize module's config.json")
+    limits = _text_limits(directory)
     return Pooling(pool, normalize, tuple(sizes), prompt, *limits, tuple(dense))
 
 
 def _read(path: Path, where: str = "", kind: type = dict) -> Any:
     """An object, or a list of objects, whose keys are all known to KEYS[where], or off. Errors: ModelLoadError;
     UnsupportedFeatureError with every other key."""
+    value = _parsed(path, kind)
+    where = where or path.name
+    objects = value if kind is list else [value]
+    bad = [f"{k} = {v!r:.80}" for one in objects for k, v in one.items() if not _is_known(k, v, where)]
+    if bad:
+        raise UnsupportedFeatureError(f"{where} has keys that may change the result: {', '.join(bad)}: not built.")
+    return value
+
+
+def _parsed(path: Path, kind: type = dict) -> Any:
+    """An object, or a list of objects. Errors: ModelLoadError."""
     try:
         value = json.loads(read_file(path).decode())
     except (ValueError, RecursionError) as error:
@@ -108,17 +128,13 @@ def _read(path: Path, where: str = "", kind: type = dict) -> Any:
     objects = value if kind is list and isinstance(value, list) else [value]
     if not isinstance(value, kind) or not all(isinstance(one, dict) for one in objects):
         raise ModelLoadError(f"{path} must be {'a list of objects' if kind is list else 'an object'}.")
-    where = where or path.name
-    bad = [f"{k} = {v!r:.80}" for one in objects for k, v in one.items() if not _is_known(k, v, KEYS[where].split())]
-    if bad:
-        raise UnsupportedFeatureError(f"{where} has keys that may change the result: {', '.join(bad)}: not built.")
     return value
 
 
-def _is_known(key: str, value: Any, known: list[str]) -> bool:
+def _is_known(key: str, value: Any, where: str) -> bool:
     """Whether a key is read, has no effect, is off, or says what is built anyway."""
-    is_read = key in known or key.startswith("pooling_mode_")
-    return is_read or value in (None, False, 0, "", [], {}) or USUAL.get(key) == value
+    is_read = key in KEYS[where].split() or key.startswith("pooling_mode_")
+    return is_read or value in (None, False, 0, "", [], {}) or USUAL.get(where, {}).get(key) == value
 
 
 def _modules(directory: Path) -> list[tuple[str, Path]]:
@@ -148,7 +164,7 @@ def _pool(path: Path, hidden_size: Any) -> tuple[str, bool]:
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in POOLS:
         raise UnsupportedFeatureError(f"the pooling {modes!r:.80} is not built; built: one of {', '.join(POOLS)}.")
-    return POOLS[modes[0]], config.get("include_prompt") is not False
+    return POOLS[modes[0]], bool(config.get("include_prompt", True))
 
 
 def _dense(folder: Path, size: Any) -> Dense:
@@ -181,12 +197,19 @@ def _prompt(path: Path) -> str:
     return "" if name is None else prompts[name]
 
 
-def _text_limits(path: Path) -> tuple[bool, int | None]:
-    """(whether texts are in lower case, at most how many tokens of a text count)."""
+def _text_limits(directory: Path) -> tuple[bool, int | None]:
+    """(whether texts are in lower case, at most how many tokens of a text count: without a word about it, as many as
+    the tokenizer's config says)."""
+    path, tokens = directory / "sentence_bert_config.json", directory / "tokenizer_config.json"
     config = _read(path) if os.path.lexists(path) else {}
     lower, most = config.get("do_lower_case", False), config.get("max_seq_length")
-    if not isinstance(lower, bool) or not (most is None or (type(most) is int and most > 0)):
-        raise ModelLoadError(f"{path}: do_lower_case must be true or false, max_seq_length a size or null.")
+    if not isinstance(lower, bool):
+        raise ModelLoadError(f"{path}: do_lower_case must be true or false, got {lower!r:.80}.")
+    if most is None and os.path.lexists(tokens):
+        path, most = tokens, _parsed(tokens).get("model_max_length")
+        most = int(most) if type(most) is float and math.isfinite(most) else most
+    if not (most is None or (type(most) is int and most > 0)):
+        raise ModelLoadError(f"{path}: the longest text must be a size or null, got {most!r:.80}.")
     return lower, most
 
 

@@ -131,9 +131,10 @@ def test_what_is_done_to_texts_first(tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=file):
             read_pooling(directory, {"hidden_size": SIZE})
         (directory / file).write_text(good)
-    write_modules(directory, {"pooling_mode": "mean", "include_prompt": False}, "Transformer", "Pooling")
-    with pytest.raises(UnsupportedFeatureError, match="include_prompt"):
-        read_pooling(directory, {"hidden_size": SIZE})
+    for pool, left in (("mean", False), ("cls", None), ("mean", 0)):
+        write_modules(directory, {"pooling_mode": pool, "include_prompt": left}, "Transformer", "Pooling")
+        with pytest.raises(UnsupportedFeatureError, match="include_prompt"):
+            read_pooling(directory, {"hidden_size": SIZE})
 
 
 def test_without_a_word_the_last_token_is_taken_and_normalised(tmp_path: Path) -> None:
@@ -196,7 +197,8 @@ def test_dense_layers_behind_pooling(tmp_path: Path) -> None:
     write_modules(tmp_path, {"pooling_mode": "mean"}, "Transformer", "Pooling")
     (tmp_path / "modules.json").write_text(json.dumps([*names, {"type": "x.Normalize", "path": ""}]))
     up, down, bias, x = (torch.randn(*shape) for shape in ((12, 8), (6, 12), (6,), (8,)))
-    write_dense(tmp_path / "2_Dense", up, None, activation_function="torch.nn.modules.linear.Identity")
+    places = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+    write_dense(tmp_path / "2_Dense", up, None, activation_function="torch.nn.modules.linear.Identity", **places)
     write_dense(tmp_path / "3_Dense", down, bias)
     pooling = read_pooling(tmp_path, {"hidden_size": 8})
     want = torch.tanh(down @ (up @ x) + bias)
@@ -211,6 +213,7 @@ def test_dense_layers_behind_pooling(tmp_path: Path) -> None:
         ({"in_features": 9}, "in_features is 9"),
         ({"out_features": 5}, r"expected .*\(5, 12\)"),
         ({"dropout": 0.5}, "dropout = 0.5"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name = 'token_embeddings'"),
     ):
         write_dense(tmp_path / "3_Dense", down, bias, **change)
         with pytest.raises((ModelLoadError, UnsupportedFeatureError), match=message):

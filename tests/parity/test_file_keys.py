@@ -88,6 +88,7 @@ def test_every_key_of_a_generation_config_is_taken_left_alone_or_refused(tmp_pat
 
 
 POOL, LOWER, VERSIONS = "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json"
+TOKENS, LENGTH = "tokenizer_config.json", "2_Normalize/config.json"
 TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 SENTENCES: list[tuple[str, str, Any, Pooling | None]] = [  # file, key, value, what comes of it (None: a refusal)
     (POOL, "pooling_mode_cls_token", True, None), (POOL, "include_prompt", False, Pooling("last")),
@@ -101,6 +102,8 @@ SENTENCES: list[tuple[str, str, Any, Pooling | None]] = [  # file, key, value, w
     (VERSIONS, "__version__", {"transformers": "5"}, Pooling()), (VERSIONS, "similarity_fn_name", "dot", Pooling()),
     (VERSIONS, "model_type", "SentenceTransformer", Pooling()), (VERSIONS, "truncate_dim", 8, None),
     (VERSIONS, "prompts", {"query": "q: "}, Pooling()), (VERSIONS, "default_prompt_name", "query", None),
+    (TOKENS, "model_max_length", 9, Pooling(max_length=9)), (TOKENS, "model_max_length", "9", None),
+    (LENGTH, "module_input_name", "sentence_embedding", Pooling()), (LENGTH, "module_input_name", "x", None),
     ("modules.json", "kwargs", ["task"], None), ("modules.json", "name", "0", Pooling()),
 ]  # fmt: skip
 
@@ -112,9 +115,10 @@ def test_every_key_of_sentence_transformers(
     kinds = (("", "sentence_transformers.models.Transformer"), ("1_Pooling", "sentence_transformers.models.Pooling"),
              ("2_Normalize", "sentence_transformers.models.Normalize"))  # fmt: skip
     modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds)]
-    (tmp_path / "1_Pooling").mkdir()
+    for folder in ("1_Pooling", "2_Normalize"):
+        (tmp_path / folder).mkdir()
     files: dict[str, Any] = {POOL: {"word_embedding_dimension": 16, "pooling_mode_lasttoken": True}, LOWER: {},
-                             VERSIONS: {}, "modules.json": modules}  # fmt: skip
+                             VERSIONS: {}, TOKENS: {}, LENGTH: {}, "modules.json": modules}  # fmt: skip
     (modules[0] if file == "modules.json" else files[file])[key] = value
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
