@@ -1,7 +1,9 @@
 """What `meta_info` holds only where it was asked for: logprobs, how drafts fared, the moments of a request."""
 
+import hashlib
 from typing import Any
 
+from fengine.core.images import ImageSpan
 from fengine.core.request import Drafting
 from fengine.engine.request_state import RequestState
 
@@ -22,6 +24,12 @@ def speculation(drafting: Drafting, num_output: int, count: int) -> dict[str, An
         "spec_verify_ct": steps,
         "spec_correct_drafts_histogram": histogram,
     }
+
+
+def images(spans: tuple[ImageSpan, ...]) -> dict[str, Any]:
+    """How many of a prompt's tokens are images', and the hash of all that the model is shown of these. Pure."""
+    shown = hashlib.sha256(b"".join(image.key for _, image in spans)).hexdigest()
+    return {"image_tokens": sum(image.tokens for _, image in spans), "pixels_sha256": shown}
 
 
 def logprobs(state: RequestState, first: int, count: int, ids: list[int]) -> dict[str, Any]:

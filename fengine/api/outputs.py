@@ -100,6 +100,8 @@ def output_of(
     request, start, count = state.request, state.request.prompt_len, output.num_tokens
     ids = request.token_ids[start + before.num_tokens : start + count]
     meta = {"finish_reason": None} if brief else _meta(request, output)
+    if request.images and not brief:
+        meta |= output_details.images(request.images)
     if request.drafting is not None and not brief:
         meta |= output_details.speculation(request.drafting, request.num_output, count)
     if request.params.return_logprob:

@@ -60,7 +60,7 @@ class WeightSpan(TypedDict):
 
 
 class MetaInfo(TypedDict):
-    """`output["meta_info"]`. Logprobs, hidden states, `spec_…` keys and metrics come where they were asked for."""
+    """`output["meta_info"]`. Keys of images, logprobs, hidden states, `spec_…` and metrics come where these are."""
 
     id: str
     finish_reason: FinishReason | None
@@ -72,6 +72,8 @@ class MetaInfo(TypedDict):
     weight_version: str
     weight_versions: list[WeightSpan]
     num_retractions: int
+    image_tokens: int
+    pixels_sha256: str
     e2e_latency: float
     response_sent_to_client_ts: float
     input_token_logprobs: list[TokenLogprob]

@@ -13,6 +13,7 @@ from tiny_vision import picture
 
 from fengine import Engine
 from fengine.eval.commands.evaluate import evaluate
+from fengine.eval.runs.compare import compare_row
 from fengine.eval.runs.index import index_rows
 from fengine.eval.tasks.kinds import open_task
 from fengine.eval.tasks.task import BadRow
@@ -40,10 +41,17 @@ def test_answers_are_those_of_the_engines_call(folder: Path, tmp_path_factory: p
             config = replace(CONFIG, prompt="what is it?", chat=True) if chat else CONFIG
             out = folder / f"run {chat}"
             assert evaluate(open_task(config, folder, engine.tokenizer.encode_chat), engine, out)["failed"] == 1
-            found = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
+            lines = (out / "outputs.jsonl").read_text().splitlines()
+            found = [json.loads(line) for line in lines]
             for row, seed in ((0, 1), (2, 2)):
                 want = engine.generate(TEXT, {"max_new_tokens": 5, "temperature": 0.0}, image_data=picture(seed))
-                assert found[row]["answers"][0]["text"] == want["text"]
+                answer = found[row]["answers"][0]
+                assert answer["text"] == want["text"]
+                assert answer["pixels_sha256"] == want["meta_info"]["pixels_sha256"]
+                assert want["meta_info"]["image_tokens"] == 16
+            assert "pixels_sha256" not in found[1]["answers"][0]
+            found[2]["answers"][0]["pixels_sha256"] = "of another picture"
+            assert compare_row(json.loads(lines[2]), found[2]).other == ("pixels_sha256",)
             assert "none.png" in found[3]["error"]["message"]
 
 

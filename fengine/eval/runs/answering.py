@@ -105,7 +105,8 @@ class Asker:
         meta = output["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]][: len(output["output_ids"])]
         top = _pairs(meta.get("output_top_logprobs", [])[: len(logprobs)])
-        return Answer(output.get("text", ""), output["output_ids"], logprobs, meta["finish_reason"], top), [meta]
+        shown = meta.get("pixels_sha256")
+        return Answer(output.get("text", ""), output["output_ids"], logprobs, meta["finish_reason"], top, shown), [meta]
 
     async def read(self, part: Scored, judge: Ask | None = None) -> dict[str, Any]:
         """The engine's output for ids that are only read; those scored are `input_token_logprobs` from its second.

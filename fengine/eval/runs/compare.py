@@ -14,7 +14,7 @@ from fengine.eval.runs.record import Record, common
 from fengine.eval.tasks.statistics import Delta, paired
 from fengine.eval.tasks.task import Scores
 
-ASKED = ("prompt", "sampling_seed", "kind")  # fields of an answer that say what was asked
+ASKED = ("prompt", "pixels_sha256", "sampling_seed", "kind")  # fields of an answer that say what was asked
 TOLD = ("text", "finish_reason", "top_logprobs")  # and those that follow from its tokens
 EDGES = (0.0, *(float(f"1e{decade}") for decade in range(-8, 2)))  # of the histogram; its last bin is open
 TEXT = 60  # characters of a text from where two differ

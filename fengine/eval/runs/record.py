@@ -40,6 +40,7 @@ def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int
         one |= {"logprobs": answer.logprobs, "finish_reason": answer.finish}
         if answer.top_logprobs is not None:
             one["top_logprobs"] = answer.top_logprobs
+        one |= {} if answer.pixels is None else {"pixels_sha256": answer.pixels}
         one |= {"sampling_seed": seed} if ask.kind in DRAWN else {}
         recorded.append(one | ({} if ask.kind == "generate" else {"kind": ask.kind}))
     return {"id": row.id, "data": row.data, "answers": recorded, "scores": scores}

@@ -58,13 +58,14 @@ class Ask:
 class Answer:
     """What the engine said. `logprobs` are natural, one for each of `token_ids`: the new tokens of what is drawn, else
     the tokens of the continuation. `finish` is the engine's finish_reason. `top_logprobs`, where the run records them,
-    has the likeliest tokens beside each of `token_ids`."""
+    has the likeliest tokens beside each of `token_ids`; `pixels` is the hash of what the model was shown of images."""
 
     text: str
     token_ids: list[int]
     logprobs: list[float]
     finish: dict[str, Any]
     top_logprobs: list[list[Pair]] | None = None
+    pixels: str | None = None
 
 
 @dataclass(frozen=True)
