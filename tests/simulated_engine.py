@@ -380,7 +380,9 @@ class World:
             self.core.submit(states)
             self.calls.append((event, states, loop))
 
-        core = SimpleNamespace(system=self.core.system, submit=submit, abort=self.core.abort)
+        core = SimpleNamespace(
+            system=self.core.system, submit=submit, abort=self.core.abort, check_process=self.core.check_process
+        )
         parts = SimpleNamespace(core=core, tokenizer=BROKEN if self._is_broken(event) else TOKENIZER)
         log = RequestLog(self.args, None)
         return SimpleNamespace(parts=parts, args=self.args, sessions=self.sessions, log=log)

@@ -179,6 +179,7 @@ class Stream(_Chunks):
 
     def __next__(self) -> Output:
         collector = self._collector
+        collector.core.check_process()
         with self._reading:
             try:
                 while collector.open:

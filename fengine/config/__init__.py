@@ -14,6 +14,7 @@ from fengine.config.checks import (
     Hardware,
     check,
     check_adapter,
+    check_home,
     resolve,
 )
 from fengine.config.schema import (
@@ -35,7 +36,7 @@ from fengine.config.schema import (
 
 __all__ = [
     "BOUNDS", "DEFAULT_RANK", "Hardware", "KV_DTYPES", "MAX_ADAPTERS", "MAX_DRAFTS", "MAX_PAGE_SIZE",
-    "MAX_PROCESSES", "MAX_RANK", "MAX_ROWS", "QUANTIZATIONS", "check", "check_adapter", "resolve", "Algorithm",
-    "CacheConfig", "CompileConfig", "Dtype", "EngineConfig", "LoadFormat", "LoraConfig", "ModelConfig",
+    "MAX_PROCESSES", "MAX_RANK", "MAX_ROWS", "QUANTIZATIONS", "check", "check_adapter", "check_home", "resolve",
+    "Algorithm", "CacheConfig", "CompileConfig", "Dtype", "EngineConfig", "LoadFormat", "LoraConfig", "ModelConfig",
     "MultimodalConfig", "Numerics", "ParallelConfig", "Policy", "SchedulerConfig", "SpeculationConfig",
 ]  # fmt: skip

@@ -73,7 +73,14 @@ def _check_bounds(config: EngineConfig) -> list[str]:
         )
     if config.model.device == "":
         problems.append("model.device must be null, cpu, cuda or cuda:N, got ''")
-    return problems
+    problems += check_home("model.download_dir", config.model.download_dir)
+    problems += check_home("multimodal.image_folder", config.multimodal.image_folder)
+    return problems + check_home("scheduler.record", config.scheduler.record)
+
+
+def check_home(key: str, path: str | None) -> list[str]:
+    """Problems with a path that would be a folder of the name ~: here no home is looked up. Pure."""
+    return [f"{key}={path!r:.200} begins with ~; write the whole path"] if (path or "").startswith("~") else []
 
 
 def _check_sizes(config: EngineConfig) -> list[str]:

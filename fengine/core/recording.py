@@ -29,7 +29,7 @@ from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.simulated_device import SimulatedDevice
 from fengine.core.speculation import Ask, Speculation
 from fengine.core.window_pages import WindowPages, Windows
-from fengine.errors import FengineError, InputFileError, InvariantError
+from fengine.errors import FengineError, InputFileError, InvariantError, StorageError
 
 SEEN = ("logprob_start", "hidden", "pool", "min_new_tokens")  # that a scheduler heeds, with "lockstep" and "whole"
 NOW = ("num_scored", "num_seen", "num_cached")  # what steps change in a request beside the scheduler
@@ -57,8 +57,11 @@ class RecordedScheduler(Scheduler):
     """Writes what it is asked and what it answers to a file. When that cannot be written, the recording ends."""
 
     def __init__(self, path: Path, pool: PagePool, cache: PrefixCache | None, **settings: Any) -> None:
-        """Errors: OSError if the file cannot be opened."""
-        self._file: TextIO | None = path.open("w", buffering=1)
+        """Errors: StorageError if the file cannot be opened."""
+        try:
+            self._file: TextIO | None = path.open("w", buffering=1)
+        except (OSError, ValueError) as error:
+            raise StorageError(f"scheduler.record={str(path)!r:.200} cannot be written: {error}") from error
         self._hashes, self._told, self._guesses, self._waits, self._scheduling = Hashes(), {}, {}, {}, False
         speculation: Speculation | None = settings.get("speculation")
         if speculation is not None:
@@ -271,9 +274,7 @@ def _request(told: dict[str, Any], adapters: dict[int, Adapter]) -> Request:
     """Modifies: adapters."""
     asked = dict(told["asked"])
     lockstep, whole = asked.pop("lockstep"), asked.pop("whole")
-    params = SamplingParams(**asked, processor=len if lockstep else None)
-    if whole:
-        params = replace(params, logit_bias=((0, 0.0),))
+    params = SamplingParams(**asked, processor=len if lockstep else None, logit_bias=((0, 0.0),) if whole else ())
     request = Request(told["rid"], len(told["ids"]), list(told["ids"]), params, 0, told["new"], frozenset(told["stop"]))
     request.cache_salt, request.priority = told["salt"], told["priority"]
     if told["adapter"] is not None:

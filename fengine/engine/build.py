@@ -33,7 +33,6 @@ from fengine.engine.profiling import Profile
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.engine.workers import Features, make_worker, pool_of
-from fengine.errors import ConfigError
 from fengine.models.kv_state import KVState
 from fengine.models.spec import ModelSpec
 from fengine.ops.compiler import private_cache_dir
@@ -144,12 +143,10 @@ def make_scheduler(
     config: EngineConfig, spec: ModelSpec, size: PoolSize, speculation: Speculation | None, slots: int,
     images: ImageRows | None = None,
 ) -> Scheduler:  # fmt: skip
-    """The scheduler over a pool of that size. Errors: OSError if its steps cannot be recorded; ConfigError."""
+    """The scheduler over a pool of that size. Errors: StorageError if its steps cannot be recorded; ConfigError."""
     pool = PagePool(size.pages) if size.windows is None else WindowPages(size.pages, size.windows)
     page_size = config.cache.page_size or 16
     record = config.scheduler.record
-    if record is not None and images is not None:
-        raise ConfigError("scheduler.record tells no images: leave it out for a model that takes them")
     return (Scheduler if record is None else partial(RecordedScheduler, Path(record)))(
         pool, PrefixCache(pool, page_size) if config.cache.prefix_cache and spec.causal else None, page_size=page_size,
         max_running_requests=config.scheduler.max_running_requests or 1,

@@ -107,8 +107,6 @@ def adapter_directory(path: str) -> Path:
         return resolve_model(path)
     except ModelLoadError as error:
         raise AdapterError(f"LoRA adapter: {error}") from None
-    except OSError as error:  # a name that is too long
-        raise AdapterError(f"LoRA adapter {path[:80]!r} cannot be read: {error.strerror}.") from None
 
 
 @dataclass(slots=True, eq=False)

@@ -31,7 +31,11 @@ def resolve_model(
     `cache_dir`), which also shows progress, resumes, and honours HF_HUB_OFFLINE, HF_HOME and HF_TOKEN. `weights=False`
     leaves the weights out.
     Errors: ModelLoadError, UnsupportedFormatError, ConfigError (a revision of something that has none)."""
-    directory = PACKAGED.get(path) or Path(path).expanduser()
+    try:
+        directory = PACKAGED.get(path) or Path(path).expanduser()
+        directory.is_dir()
+    except (OSError, RuntimeError) as error:  # a name that is too long; the home of nobody
+        raise ModelLoadError(f"model directory {path!r:.200} cannot be read: {str(error):.200}") from error
     if path and directory.is_dir():
         if revision is not None:
             raise ConfigError(f"revision {revision!r} applies to hub ids, but {path!r} is a directory; leave it out.")

@@ -22,7 +22,7 @@ from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.recording import RecordedScheduler, Replay, replay
 from fengine.core.request import Request, SamplingParams
-from fengine.errors import InputFileError, InvariantError
+from fengine.errors import ConfigError, InputFileError, InvariantError, StorageError
 from fengine.run import main
 
 SEEDS = [seed for seed in range(1000) if not plan_of(seed).settings.image_rows]  # those of images are not recorded
@@ -163,3 +163,6 @@ def test_an_engine_records_its_steps(tmp_path: Path) -> None:
         engine.generate("hello", {"max_new_tokens": 3}, return_logprob=True, logprob_start_len=0)
     assert replay(path)[0] == 5
     assert "hello" not in path.read_text()
+    for odd in ("~", str(tmp_path), str(tmp_path / "a\0b"), "x" * 5000):
+        with pytest.raises((ConfigError, StorageError), match="scheduler.record="):
+            Engine.from_config(replace(config, scheduler=SchedulerConfig(record=odd)))

@@ -374,7 +374,14 @@ def test_saved_weights_load_again(name: str, tmp_path: Path) -> None:
             engine.save_sharded_model(path=str(tmp_path / "one"))
         with pytest.raises(StorageError, match="cannot be written"):
             engine.save_sharded_model(path=str(directory / "config.json" / "x"))
-        for bad in ({"path": 3}, {"path": "x", "max_size": 0}, {"path": "x", "pattern": "same.safetensors"}):
+        with pytest.raises(StorageError, match="cannot be written"):
+            engine.save_sharded_model(path=str(tmp_path / ("x" * 5000)))
+        for bad in (
+            {"path": 3},
+            {"path": "~nosuchuser/x"},
+            {"path": "x", "max_size": 0},
+            {"path": "x", "pattern": "same.safetensors"},
+        ):
             with pytest.raises(InvalidRequestError):
                 engine.save_sharded_model(**bad)  # type: ignore[arg-type]
     assert len(list((tmp_path / "many").glob("m-*.safetensors"))) > 2

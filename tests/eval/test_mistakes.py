@@ -94,6 +94,10 @@ def test_a_prompt_stands_anywhere_and_needs_no_quotes_of_its_own() -> None:
 def test_home_grammars_and_files_of_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert config("model.path=~/it's").engine.model.path == f"{tmp_path}/it's"
+    for key in ("out", "scheduler.record", "multimodal.image_folder", "model.download_dir"):
+        with pytest.raises(ConfigError, match=f"{key}='~nosuchuser' begins with ~"):
+            config(f"{key}='~nosuchuser'")
+    assert config("sampling.regex=~").sampling.regex == "~"
     assert config("sampling.regex=[0-9]").sampling.regex == "[0-9]"
     assert config(r"sampling.regex=(a|\d+){1,2}").sampling.regex == r"(a|\d+){1,2}"
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["x, y", '"']}}})

@@ -621,6 +621,9 @@ def test_directories_and_the_box(checkpoint: Path, tmp_path: Path, monkeypatch: 
     assert resolve_model(str(checkpoint)) == checkpoint
     monkeypatch.chdir(tmp_path)
     assert resolve_model("model") == Path("model")
+    for odd in ("~nosuchuser", "x" * 5000, "~nosuchuser/" + "x" * 300):
+        with pytest.raises(ModelLoadError, match="model directory '.* cannot be read"):
+            resolve_model(odd)
     with pytest.raises(ConfigError, match="revision 'v1' applies to hub ids"):
         resolve_model("model", "v1")
     with pytest.raises(ModelLoadError, match="is not a directory; pass the directory that holds config.json"):

@@ -1,10 +1,12 @@
 """The live weights as a checkpoint directory: safetensors shards, their index, config and tokenizer files."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fengine.core.scalars import told
@@ -42,16 +44,19 @@ def save_weights(
         _copy_beside(model_dir, folder)
         (folder / "config.json").write_text(json.dumps(read_config(model_dir, overrides), indent=2))
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return folder
 
 
 def _checked_folder(path: Any) -> Path:
     if not isinstance(path, (str, Path)) or not str(path) or not str(path).isprintable():
         raise InvalidRequestError(f"path must be a folder, got {told(path)}.")
-    folder = Path(path)
-    if folder.is_dir() and any(folder.glob("*.safetensors*")):
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:
+        raise InvalidRequestError(f"path={str(path)!r:.200} is in the home of nobody: {error}") from error
+    if os.path.isdir(folder) and any(folder.glob("*.safetensors*")):
         raise InvalidRequestError(f"{folder} holds weights already; name an empty folder.")
     return folder
 

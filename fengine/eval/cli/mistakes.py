@@ -70,7 +70,7 @@ def readable(word: str, multirun: bool) -> str:
         return f"chat.enabled={value}"
     if not sign or value[:1] in ("'", '"') or multirun and "," in value:
         return word
-    if re.match(r"~(/|$)", value):
+    if key not in TEXTS and re.match(r"~(/|$)", value):
         return f"{key}={quoted(str(Path(value).expanduser()))}"
     if key in FILES and value.startswith("@"):
         return f"{key}={quoted(_content(key, value[1:]))}"

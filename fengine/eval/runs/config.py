@@ -229,7 +229,7 @@ def _blank(text: str | None) -> bool:
 
 def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
     problems = engine_config.check(config.engine) + engine_config.check_adapter(config.adapter, config.engine.lora)
-    problems += _check_template(config.chat)
+    problems += _check_template(config.chat) + engine_config.check_home("out", config.out)
     try:
         compile_patterns(SamplingParams.of(config.sampling.as_dict()).stop_regex)
     except FengineError as error:
