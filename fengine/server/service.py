@@ -226,7 +226,7 @@ class Service:
         adapter = name.removeprefix(f"{self.model}:")
         if adapter in adapters:
             return adapter
-        if name in (self.model, "default") or self.config.any_model_name:
+        if not adapter or name in (self.model, "default") or adapter == name and self.config.any_model_name:
             return None
         raise self._unknown(name)
 
@@ -237,6 +237,8 @@ class Service:
         told = (
             f"The model `{name:.200}` does not exist. The served model name is `{self.model}`; there is {known:.500}."
         )
+        if name.startswith(f"{self.model}:") and self.engine._parts.adapters is None:
+            told += " LoRA is not enabled, so there are no adapters: start the server with lora.paths or --enable-lora."
         return ApiError(404, told, "model", "model_not_found")
 
     def card(self, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,10 @@ def test_a_server_by_sglangs_words_answers_and_ends() -> None:
         asked = urllib.request.Request(f"{url}/completions", body, headers)
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert json.loads(answer.read())["usage"]["completion_tokens"] == 3
+        unknown = body.replace(b"mine", b"mine:sql")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(f"{url}/completions", unknown, headers), timeout=60)
+        assert refused.value.code == 404 and b"LoRA is not enabled" in refused.value.read()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
 

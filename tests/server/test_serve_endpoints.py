@@ -197,6 +197,8 @@ def test_keys_of_both_kinds(engine: Engine) -> None:
         body = {"model": "claude", "messages": CHAT, "max_tokens": 1}
         for name, status in (("box", 200), ("claude", 404)):
             assert server.ask("GET", f"/v1/models/{name}", **KEY).status == status
+        for name, status in (("box:", 200), ("box:sql", 200), ("qwen:7b", 200), ("box:nobody", 404)):
+            assert server.ask("POST", "/v1/messages", body | {"model": name}, **KEY).status == status, name
         for headers, status in (({"x_api_key": "user"}, 200), ({"x_api_key": "no"}, 401), (KEY, 200), ({}, 401)):
             assert server.ask("POST", "/v1/messages", body, **headers).status == status, headers
         assert server.ask("POST", "/flush_cache", {}, Authorization="Bearer user").status == 401
