@@ -20,7 +20,7 @@ from fengine.worker.safetensors_file import read_json
 
 def get_server_info(engine: HasContext) -> dict[str, Any]:
     """Every field of ServerArgs, those that were "auto" with the value in force; what the engine is made of, and one
-    internal state."""
+    internal state for each replica."""
     parts, args, stats = engine._parts, engine._context.args, engine._parts.core.call("get_stats")
     config = parts.config
     return asdict(args) | in_force(config) | _names(args) | {
@@ -33,10 +33,18 @@ def get_server_info(engine: HasContext) -> dict[str, Any]:
         "status": "ready" if not stats["refusals"] else next(iter(stats["refusals"].values())),
         "max_total_num_tokens": parts.pool_tokens,
         "max_req_input_len": min(parts.context_length, parts.pool_tokens) - 1,
-        "startup_time": parts.start_seconds,
+        "startup_time": _startup_time(parts),
         "version": __version__,
-        "internal_states": [_internal_state(parts, stats)],
+        "internal_states": [_internal_state(parts, of_one) for of_one in parts.core.each_stats().values()],
     }  # fmt: skip
+
+
+def _startup_time(parts: Parts) -> dict[str, Any]:
+    """Seconds by phase, in SGLang's words; kinds of graphs are captured together. Pure."""
+    cuda = (parts.config.model.device or "").startswith("cuda")
+    kinds = ("prefill", "target_verify", "draft_prefill", "draft_decode", "draft_extend")
+    graphs = {"decode": parts.compile_seconds if cuda else 0.0, **dict.fromkeys(kinds, 0.0)}
+    return {**parts.phases, "scheduler_e2e": parts.start_seconds, "cuda_graph": graphs}
 
 
 def _names(args: ServerArgs) -> dict[str, Any]:
@@ -127,12 +135,15 @@ def hf_config(parts: Parts) -> dict[str, Any]:
 def get_load(engine: HasContext) -> list[dict[str, Any]]:
     """SGLang's load of each data-parallel rank: requests, those that wait, and tokens in the pages that they hold."""
     parts = engine._parts
-    stats = parts.stats(parts.core.call("get_stats"))
+    return [_load(parts, rank, parts.stats(stats)) for rank, stats in parts.core.each_stats().items()]
+
+
+def _load(parts: Parts, rank: int, stats: dict[str, Any]) -> dict[str, Any]:
     tokens = stats["pages_used"] * (parts.config.cache.page_size or 16)
     requests, usage = stats["running"] + stats["waiting"], stats["pages_used"] / max(1, stats["pages_total"])
-    return [{
-        "dp_rank": 0, "num_reqs": requests, "num_waiting_reqs": stats["waiting"], "num_tokens": tokens,
+    return {
+        "dp_rank": rank, "num_reqs": requests, "num_waiting_reqs": stats["waiting"], "num_tokens": tokens,
         "num_running_reqs": stats["running"], "num_total_reqs": requests, "num_used_tokens": tokens,
         "max_total_num_tokens": parts.pool_tokens, "token_usage": usage,
         "max_running_requests": parts.config.scheduler.max_running_requests,
-    }]  # fmt: skip
+    }  # fmt: skip

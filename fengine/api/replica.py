@@ -122,6 +122,7 @@ def serve(link: Link, start: dict[str, Any]) -> None:
         server = Server(link, parts)
         facts = {
             "pool_tokens": parts.pool_tokens, "compile_seconds": parts.compile_seconds,
+            "phases": dict(parts.phases),
             "kv_bytes": parts.kv_bytes, "kv_dtype": str(parts.kv_dtype).removeprefix("torch."),
             "weights": [
                 (name, list(place.shape), str(place.leaf.dtype)) for name, place in parts.weights.places.items()

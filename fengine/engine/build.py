@@ -136,6 +136,7 @@ def assemble(
         kv_dtype=kv_dtype, kv_bytes=pool_bytes(spec, size, page_size, kv_dtype),
         adapters=adapters, memory=Memory(core, memory, updates.lose, ranks), pooling=loaded.pooling, ranks=ranks,
         images=features.images(config, loaded.model_dir, spec, loaded.tokenizer),
+        phases={**loaded.seconds, "kv_cache_allocation": worker.pool_seconds},
     )  # fmt: skip
 
 

@@ -111,6 +111,10 @@ class EngineCore:
             "refusals": dict(self.refusals),
         }
 
+    def each_stats(self) -> dict[int, dict[str, Any]]:
+        """Those of each replica, by its rank; here of the only one, in its loop's thread. Errors: as `call`."""
+        return {0: self.call("get_stats")}
+
     def _run(self) -> None:
         try:
             while self.inbox.end is None:

@@ -1,7 +1,8 @@
 """A configuration's model, read into memory: its spec, parameters, tokenizer, and what its files say beside these."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from fengine.worker.safetensors_file import read_config
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory. `from_disk`: its weights are those in `model_dir`, and may be read again."""
+    """A model in memory. `from_disk`: its weights are those in `model_dir`, and may be read again. `seconds`: what each
+    part of reading it took."""
 
     spec: ModelSpec
     params: Params
@@ -31,6 +33,7 @@ class Loaded:
     tokenizer: Any = None
     from_disk: bool = False
     pooling: Pooling | None = None  # of an embedding model or classifier
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def load(
@@ -47,7 +50,7 @@ def load(
         )
     pooling = None if spec.generates else read_pooling(model_dir, hf_config)
     context = context_length(config, spec)
-    tokenizer = None
+    tokenizer, begun = None, time.perf_counter()
     if not model.skip_tokenizer_init:
         path = model.tokenizer_path
         tokenizer = make_tokenizer(
@@ -55,6 +58,7 @@ def load(
         )
     generation = read_generation_config(model_dir, model.json_overrides)
     eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
+    read = time.perf_counter()
     params = (
         {}
         if not weights
@@ -68,9 +72,9 @@ def load(
             group=group,
         )
     )
-    return Loaded(
-        spec, params, context, eos_ids, model_dir, tokenizer, model.load_format is not LoadFormat.dummy, pooling
-    )
+    seconds = {"tokenizer_e2e": read - begun, "load_weight": time.perf_counter() - read}
+    from_disk = model.load_format is not LoadFormat.dummy
+    return Loaded(spec, params, context, eos_ids, model_dir, tokenizer, from_disk, pooling, seconds)
 
 
 def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:

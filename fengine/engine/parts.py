@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,6 +58,7 @@ class Parts:
     images: Any = None  # of a model that takes images: what reads those of a call
     ranks: Processes | None = None  # where others hold a part of the model, or a replica
     closed: bool = field(default=False)
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds of parts of the start, by SGLang's names
     ready_at: float = field(default_factory=time.perf_counter)
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ class Worker(NamedTuple):
     kv_dtype: torch.dtype
     size: PoolSize
     compile_seconds: float
+    pool_seconds: float  # for the memory of the KV pool
 
 
 def make_worker(
@@ -84,13 +85,13 @@ def make_worker(
     before = time.perf_counter()
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(loaded.params)
     same = int if group is None else partial(least, group=group)
-    size, kv = ready(config, loaded, runner, kv_dtype, same, kv_bytes)
+    size, kv, pool_seconds = ready(config, loaded, runner, kv_dtype, same, kv_bytes)
     seconds = time.perf_counter() - before
     write = None if adapters is None else adapters.write
     width = -(-loaded.context_length // page_size)
     guesses = len(runner.last_token_R) - len(runner.guess_token_S), len(runner.guess_token_S) // rows
     input_batch = InputBatch(rows, width, page_size, stages, slots, write, images, runner.grouped, guesses)
-    return Worker(runner, input_batch, adapters, kv, kv_dtype, size, seconds)
+    return Worker(runner, input_batch, adapters, kv, kv_dtype, size, seconds - pool_seconds, pool_seconds)
 
 
 def pool_of(config: EngineConfig, spec: ModelSpec, worker: Worker) -> Callable[[], KVState]:
@@ -125,8 +126,8 @@ def make_runner(
 def ready(
     config: EngineConfig, loaded: Loaded, runner: CpuRunner | CudaRunner, kv_dtype: torch.dtype,
     least: Callable[[int], int] = int, kv_bytes: int = 0,
-) -> tuple[PoolSize, KVState]:  # fmt: skip
-    """Compiles and captures, and makes the KV pool: its size, and itself. Errors: as `build`."""
+) -> tuple[PoolSize, KVState, float]:  # fmt: skip
+    """Compiles and captures, and makes the KV pool: its size, itself, and the seconds for it. Errors: as `build`."""
     rows, page_size, device = (
         config.scheduler.max_running_requests or 1,
         config.cache.page_size or 16,
@@ -139,7 +140,10 @@ def ready(
             eager = make_forward(replace(spec, exact=config.numerics is Numerics.exact))
             activations = prepare(runner, small, eager)
         size = pool_size(config, spec, kv_dtype, rows, loaded.context_length, activations, kv_bytes, least)
-        return size, runner.warm_up(new_pool(spec, size, page_size, kv_dtype, device), page_size)
+        begun = time.perf_counter()
+        pool = new_pool(spec, size, page_size, kv_dtype, device)
+        seconds = time.perf_counter() - begun
+        return size, runner.warm_up(pool, page_size), seconds
 
 
 @contextmanager

@@ -39,7 +39,11 @@ def test_server_info_has_every_setting_as_resolved(engine: Engine) -> None:
                 "disable_overlap_schedule": True,
                 "load_format": "auto"}  # fmt: skip
     assert {name: info[name] for name in resolved} == resolved
-    assert info["version"] == fengine.__version__ and info["status"] == "ready" and info["startup_time"] > 0
+    assert info["version"] == fengine.__version__ and info["status"] == "ready"
+    seconds = info["startup_time"]
+    phases = [seconds[name] for name in ("load_weight", "kv_cache_allocation", "tokenizer_e2e")]
+    assert all(one > 0 for one in phases) and sum(phases) < seconds["scheduler_e2e"]
+    assert seconds["cuda_graph"].keys() >= {"prefill", "decode", "target_verify", "draft_decode"}
     assert info["max_total_num_tokens"] == 2048 and type(info["launch_command"]) is str
     assert info["max_req_input_len"] == min(2048, info["context_length"]) - 1
     [state] = info["internal_states"]

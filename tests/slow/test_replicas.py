@@ -54,6 +54,12 @@ def test_replicas_give_the_bits_of_one(one: Engine, two: Engine) -> None:
     assert [[out["text"] for out in each] for each in both][0] == [out["text"] for out in both[1]]
 
 
+def test_each_tells_of_itself(two: Engine) -> None:
+    assert [(load["dp_rank"], load["num_reqs"]) for load in two.get_load()] == [(0, 0), (1, 0)]
+    info = two.get_server_info()
+    assert len(info["internal_states"]) == 2 and info["startup_time"]["load_weight"] > 0
+
+
 def test_streams_and_event_loops(one: Engine, two: Engine) -> None:
     params: Any = {"max_new_tokens": 12, "temperature": 0}
 

@@ -190,6 +190,14 @@ class Replicas:
         """As `EngineCore.stats`, of all together."""
         return self.call("get_stats")
 
+    def each_stats(self) -> dict[int, dict[str, Any]]:
+        """As `EngineCore.each_stats`."""
+        self.check_process()
+        with self._lock:
+            self.inbox.check()
+            asked = {each.rank: self._ask(each, "core", "get_stats", (), {}) for each in self.replicas if each.facts}
+        return {rank: answer.result() for rank, answer in asked.items()}
+
     def check_process(self) -> None:
         """Errors: EngineClosedError in a forked child."""
         self.inbox.check_process()
@@ -240,7 +248,7 @@ def open_replicas(config: EngineConfig, loaded: Loaded, features: Features, star
         model_dir=loaded.model_dir, start_seconds=time.perf_counter() - started,
         compile_seconds=max(each["compile_seconds"] for each in facts), compiles_at_start=0,
         kv_dtype=getattr(torch, facts[0]["kv_dtype"]), kv_bytes=facts[0]["kv_bytes"], pooling=loaded.pooling,
-        ranks=core,
+        ranks=core, phases={**loaded.seconds, **facts[0]["phases"]},
         adapters=shared_adapters(config, features, core),
         images=features.images(config, loaded.model_dir, loaded.spec, loaded.tokenizer),
         **{part: cast(Any, (RemoteUpdates if part == "updates" else Remote)(core, part)) for part in METHODS},
