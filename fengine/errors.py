@@ -104,6 +104,10 @@ class QueueFullError(FengineError, RuntimeError):
     """As many requests wait already as `max_queued_requests` lets wait; a later call may find room."""
 
 
+class TimedOutError(FengineError, TimeoutError):
+    """A request waited or ran for longer than the engine's configuration lets it."""
+
+
 class ProfileError(FengineError, RuntimeError):
     """Profiling is on already, or off, or its trace cannot be written."""
 

@@ -158,18 +158,25 @@ class CheckedQueue(WaitingQueue):
         new = sorted((r for r in waiting if not r.num_preempted), key=lambda r: r.arrival)
         if any(request.priority for request in waiting):
             new.sort(key=lambda r: -r.priority)
-        elif self.policy is Policy.lpm and self.cache is not None:
+        elif self.policy is not Policy.fcfs:
             window = max(admission.LPM_WINDOW - len(again), 0)
             oldest = 1 if self.before >= admission.LPM_PATIENCE else 0
-            new = new[:oldest] + sorted(new[oldest:window], key=self._hit, reverse=True)
+            ranks = {
+                Policy.lpm: lambda r: -self._hit(r),
+                Policy.lof: lambda r: -r.max_new_tokens,
+                Policy.random: lambda r: hash((0x9E3779B9, r.arrival)),
+                Policy.shortest_prefill_first: lambda r: len(r.token_ids) - self._hit(r),
+            }
+            new = new[:oldest] + sorted(new[oldest:window], key=ranks[self.policy])
             new, again = new[:window], again[: admission.LPM_WINDOW]
         return (again + new)[:count]
 
     def _hit(self, request: Request) -> int:
-        assert self.cache is not None
+        if self.cache is None:
+            return 0
         cache, size = self.cache, self.cache.page_size
         nodes = path_of(cache, request.token_ids, request.salts, (len(request.token_ids) - 1) // size)
-        return usable(cache.pool, [node.page for node in nodes], size)
+        return usable(cache.pool, [node.page for node in nodes], size) * size
 
     def admit(self, request: Request) -> None:
         at = self.told.index(request)

@@ -401,7 +401,8 @@ def random_case(rng: random.Random, page_size: int | None = None, **fixed: objec
         ))  # fmt: skip
     longest = max(-(-(len(job.prompt) + job.max_new_tokens) // size) for job in jobs)
     pages = max(2, 1 + longest + rng.choice([-1, 0, 1, 2, longest, 3 * longest, 20 * longest]))
-    case = Case(jobs, size, pages, rng.choice([1, 3, 6, 12]), rng.choice([1, 3, 8, 64]), rng.choice(list(Policy)),
+    rows, budget, policy = rng.choice([1, 3, 6, 12]), rng.choice([1, 3, 8, 64]), rng.choice([Policy.fcfs, Policy.lpm])
+    case = Case(jobs, size, pages, rows, budget, policy,
                 rng.random() < 0.8, rng.choice([0, 1]), vocab)  # fmt: skip
     for name, value in fixed.items():
         setattr(case, name, value)

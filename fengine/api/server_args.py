@@ -12,10 +12,10 @@ from typing import Any, get_args
 from fengine.api.sglang_args import (
     OPTIONS,
     draft_tokens,
+    further_values,
     graphs_of,
     json_object,
     log_harmless,
-    lora_values,
     refuse_foreign,
     set_log_level,
     with_foreign_fields,
@@ -179,7 +179,7 @@ class ServerArgs:
             "compile.graph_rows": rows,
             "speculation.algorithm": self.speculative_algorithm and self.speculative_algorithm.lower(),
             "speculation.num_draft_tokens": draft_tokens(vars(self)),
-            **lora_values(vars(self)),
+            **further_values(vars(self)),
         }
 
     @property
@@ -296,7 +296,7 @@ def _enum(section: str, name: str, value: Any) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Enum)) or isinstance(value, Enum):
         return value
     try:
-        return kind[str(value)]
+        return kind[str(value).replace("-", "_")]
     except KeyError:
         word = "schedule_policy" if name == "policy" else name
         raise ConfigError(f"{word} must be one of {', '.join(e.name for e in kind)}, got {told(value)}") from None

@@ -35,6 +35,10 @@ OPTIONS = {  # other words of the command line; a short one may be the beginning
     "dp_size": ("--dp", "--data-parallel-size"), "pp_size": ("--pp", "--pipeline-parallel-size"),
     "ep_size": ("--ep", "--expert-parallel-size"), "speculative_draft_model_path": ("--speculative-draft-model",),
 }  # fmt: skip
+TIMEOUTS = {  # environment variables of SGLang, which has no arguments for these; -1 is none
+    "scheduler.waiting_timeout": "SGLANG_REQ_WAITING_TIMEOUT",
+    "scheduler.running_timeout": "SGLANG_REQ_RUNNING_TIMEOUT",
+}
 _LORA_KEYS = {"lora_name", "lora_path", "pinned"}
 
 
@@ -150,8 +154,17 @@ def draft_tokens(values: Mapping[str, Any]) -> int | None:
     return tokens if steps is None else steps + 1
 
 
-def lora_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the configuration's `lora` is no single field. Pure. Errors: ConfigError."""
+def _seconds(name: str) -> float | None:
+    try:
+        value = float(os.environ.get(name) or -1)
+    except ValueError:
+        raise ConfigError(f"{name}={os.environ[name]!r:.80} must be a number of seconds, -1 for none") from None
+    return None if value < 0 else value
+
+
+def further_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the configuration's `lora` is no single field, and what environment variables say. Errors:
+    ConfigError."""
     adapters, kinds = _adapters(values["lora_paths"]), values["lora_target_modules"]
     if adapters and values["enable_lora"] is False:
         raise ConfigError("lora_paths is given, but enable_lora=False; leave one of them out")
@@ -162,6 +175,7 @@ def lora_values(values: Mapping[str, Any]) -> dict[str, Any]:
         "lora.paths": tuple(f"{item['lora_name']}={item['lora_path']}" for item in adapters),
         "lora.pinned": tuple(item["lora_name"] for item in adapters if item["pinned"]),
         "lora.target_modules": None if not kinds or {"all", "all-linear"} & set(kinds) else tuple(sorted(kinds)),
+        **{path: _seconds(name) for path, name in TIMEOUTS.items()},
     }
 
 

@@ -12,7 +12,7 @@ from fengine.api.outputs import Output, Result, abandon, output_of, result_of, s
 from fengine.api.sessions import Turn
 from fengine.core.request import Request
 from fengine.engine.request_state import RequestOutput, RequestState
-from fengine.errors import InvalidRequestError, NumericsError
+from fengine.errors import InvalidRequestError, NumericsError, TimedOutError
 
 
 class IndexQueue:
@@ -139,6 +139,7 @@ class OutputCollector:
             return False
         if state.output.finish is None:
             code, kind = (500, "InternalServerError") if state.fault is None else (400, "BadRequestError")
+            code, kind = (503, "ServiceUnavailable") if isinstance(state.fault, TimedOutError) else (code, kind)
             reason = {"type": "abort", "message": str(state.error), "status_code": code, "err_type": kind}
             state.output = state.output._replace(finish=reason)
         return True

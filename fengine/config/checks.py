@@ -1,5 +1,6 @@
 """What configurations may hold, and `resolve`, which decides what "auto" means. No torch."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +59,10 @@ def _check_bounds(config: EngineConfig) -> list[str]:
         if value is not None and (value < least or (most is not None and value > most)):
             limits = f"at least {least}" if most is None or value < least else f"at most {most}"
             problems.append(f"{name} must be {limits}, got {value}")
+    for name in ("waiting_timeout", "running_timeout"):
+        seconds = getattr(config.scheduler, name)
+        if seconds is not None and not 0 < seconds < math.inf:
+            problems.append(f"scheduler.{name} must be null or seconds greater than 0, got {seconds}")
     fraction = config.cache.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         problems.append(f"cache.mem_fraction_static must be in (0, 1), got {fraction}")

@@ -24,8 +24,13 @@ class Dtype(Enum):
 
 
 class Policy(Enum):
+    """Who begins first of those that wait; no result depends on it."""
+
     fcfs = "fcfs"
     lpm = "lpm"
+    lof = "lof"
+    random = "random"
+    shortest_prefill_first = "shortest_prefill_first"
 
 
 class Numerics(Enum):
@@ -82,14 +87,18 @@ class CacheConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     """`max_step_tokens` is the token budget of one step (SGLang's chunked_prefill_size). `max_queued_requests` may wait
-    beyond those that have a row to come to; None: all. `overlap` schedules the next step while the device computes this
-    one; None: on a GPU. `record` is a file for every step, without texts, that `fengine replay` reads."""
+    beyond those that have a row to come to; None: all. A request that waits more than `waiting_timeout` seconds for its
+    first step, or has not ended `running_timeout` after it, ends with an error; None: none does. `overlap` schedules
+    the next step while the device computes this one; None: on a GPU. `record` is a file for every step, without texts,
+    that `fengine replay` reads."""
 
     max_running_requests: int | None = None
     max_step_tokens: int | None = None
     policy: Policy = Policy.fcfs
     overlap: bool | None = None
     max_queued_requests: int | None = None
+    waiting_timeout: float | None = None
+    running_timeout: float | None = None
     record: str | None = None
 
 

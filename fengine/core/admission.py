@@ -1,9 +1,10 @@
 """`WaitingQueue`: requests that wait, and their order; `Admission`: which of them begin to run in a step. No torch.
 
-FCFS admits by arrival. LPM admits the longest cached prefix first, arrival breaking ties, among the LPM_WINDOW oldest;
-it starves nobody: after LPM_PATIENCE admissions in front of the oldest new request, that one goes first.
-Preempted requests come before new ones under both. Priorities go before either policy: the highest first, and a low one
-waits as long as there are higher ones."""
+FCFS admits by arrival. The others rank the LPM_WINDOW oldest, arrival breaking ties: LPM by the longest cached prefix,
+shortest_prefill_first by the fewest tokens that are not cached, LOF by the longest output that may come, and random by
+a number that only the arrival decides. They starve nobody: after LPM_PATIENCE admissions in front of the oldest new
+request, that one goes first. Preempted requests come before new ones under all. Priorities go before any policy: the
+highest first, and a low one waits as long as there are higher ones."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -74,18 +75,26 @@ class WaitingQueue:
 
     def candidates(self, count: int) -> list[Request]:
         """Up to `count` requests (LPM: and up to LPM_WINDOW) in the order in which they should be admitted now."""
-        cache, waiting = self.cache, self._requests.values()
+        waiting = self._requests.values()
         if self._ranked:  # preempted requests, then the new ones by priority; arrival breaks ties, whatever the policy
             return nsmallest(count, waiting, key=lambda r: (False, 0) if r.num_preempted else (True, -r.priority))
-        if self.policy is Policy.fcfs or cache is None:
+        if self.policy is Policy.fcfs:
             return list(islice(waiting, count))
         window = list(islice(waiting, LPM_WINDOW))
         first = next((i for i, request in enumerate(window) if request.num_preempted == 0), len(window))
         if self.overtaken >= LPM_PATIENCE:
             first += 1
-        hits = {r.rid: cache.match_length(r.token_ids, len(r.token_ids) - 1, r.salts) for r in window[first:]}
-        ranked = sorted(window[first:], key=lambda request: hits[request.rid], reverse=True)  # stable: ties by arrival
-        return (window[:first] + ranked)[:count]
+        return (window[:first] + sorted(window[first:], key=self._rank))[:count]  # stable: ties by arrival
+
+    def _rank(self, request: Request) -> int:
+        """Under a policy beyond fcfs the least goes first."""
+        if self.policy is Policy.random:
+            return hash((0x9E3779B9, request.arrival))  # of whole numbers: the same in every process
+        if self.policy is Policy.lof:
+            return -request.max_new_tokens
+        known = len(request.token_ids)
+        hit = 0 if self.cache is None else self.cache.match_length(request.token_ids, known - 1, request.salts)
+        return -hit if self.policy is Policy.lpm else known - hit
 
 
 class Admission:

@@ -21,6 +21,7 @@ from fengine.core.recording import RecordedScheduler
 from fengine.core.scheduler import Scheduler
 from fengine.core.speculation import Speculation
 from fengine.core.window_pages import WindowPages
+from fengine.engine.deadlines import Deadlines
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.load import Loaded, load, read_spec
 from fengine.engine.memory import DeviceMemory, Memory
@@ -115,6 +116,8 @@ def assemble(
     scheduler = make_scheduler(config, spec, size, speculation, slots, images)
     runner = worker.runner if ranks is None else ranks.over(worker.runner, worker.input_batch.images)
     core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
+    if (limits := (config.scheduler.waiting_timeout, config.scheduler.running_timeout)) != (None, None):
+        core.stepper.watch(Deadlines(core.requests, *limits))
     weights = LiveWeights(loaded.params, spec, loaded.model_dir, loaded.from_disk, group)
     updates = WeightUpdates(weights, core, ranks)
     empty, input_batch, guesses = pool_of(config, loaded.spec, worker), worker.input_batch, worker.runner.guess_token_S

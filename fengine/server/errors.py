@@ -16,10 +16,11 @@ from fengine.errors import (
     MemoryReleasedError,
     NumericsError,
     QueueFullError,
+    TimedOutError,
     UnsupportedFeatureError,
 )
 
-UNAVAILABLE = (EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError, QueueFullError)
+UNAVAILABLE = (EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError, QueueFullError, TimedOutError)
 OURS = (NumericsError, LogitProcessorError)  # a request failed, and not for what it asked
 MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "tools", "functions")

@@ -20,6 +20,7 @@ from checksum import checksum_engine, expected
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.server_args import ServerArgs
+from fengine.engine.deadlines import Deadlines
 from fengine.errors import (
     ConfigError,
     EngineClosedError,
@@ -27,6 +28,7 @@ from fengine.errors import (
     InvalidRequestError,
     OutOfMemoryError,
     QueueFullError,
+    TimedOutError,
     UnsupportedFeatureError,
 )
 
@@ -88,6 +90,25 @@ def test_as_many_requests_wait_as_may(tmp_path: Path) -> None:
             engine.generate(input_ids=[9], sampling_params=GREEDY)
         engine.continue_generation()
         assert [list(stream)[-1]["output_ids"] for stream in streams] == [expected([i], 4) for i in range(5)]
+        assert engine.generate(input_ids=[9], sampling_params=GREEDY)["output_ids"] == expected([9], 4)
+
+
+def test_what_waits_or_runs_for_too_long_ends_with_an_error() -> None:
+    with checksum_engine(rows=1) as engine:
+        core = engine._parts.core
+        core.stepper.watch(limits := Deadlines(core.requests, 1e-9, None))
+        engine.pause_generation("in_place")
+        streams = [engine.generate(input_ids=[i], sampling_params=GREEDY, stream=True) for i in range(2)]
+        engine.get_load()
+        engine.continue_generation()
+        assert list(streams[0])[-1]["output_ids"] == expected([0], 4)
+        reason: Any = list(streams[1])[-1]["meta_info"]["finish_reason"]
+        assert (reason["type"], reason["status_code"]) == ("abort", 503)
+        assert "waited" in reason["message"] and "scheduler.waiting_timeout is 1e-09 seconds" in reason["message"]
+        limits.waiting, limits.running = None, 1e-9
+        with pytest.raises(TimedOutError, match=r"has run for .* scheduler.running_timeout"):
+            engine.generate(input_ids=[5], sampling_params=GREEDY)
+        core.stepper.unwatch(limits)
         assert engine.generate(input_ids=[9], sampling_params=GREEDY)["output_ids"] == expected([9], 4)
 
 

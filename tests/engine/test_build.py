@@ -140,7 +140,7 @@ def test_engine_takes_fields_or_server_args_but_not_unknown_ones() -> None:
     with pytest.raises(TypeError, match="unknown_field"):
         Engine(model_path="box", unknown_field=1)
     with pytest.raises(ConfigError, match="schedule_policy must be one of fcfs, lpm"):
-        Engine(model_path="box", schedule_policy="random")
+        Engine(model_path="box", schedule_policy="longest")
 
 
 def test_a_compiled_step_tells_layers_apart_and_nothing_else(tmp_path) -> None:  # noqa: ANN001

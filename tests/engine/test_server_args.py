@@ -50,7 +50,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "max_queued_requests": (3, lambda c: c.scheduler.max_queued_requests == 3),
     "chunked_prefill_size": (33, lambda c: c.scheduler.max_step_tokens == 33),
     "page_size": (4, lambda c: c.cache.page_size == 4),
-    "schedule_policy": ("lpm", lambda c: c.scheduler.policy.name == "lpm"),
+    "schedule_policy": ("shortest-prefill-first", lambda c: c.scheduler.policy.name == "shortest_prefill_first"),
     "disable_radix_cache": (True, lambda c: not c.cache.prefix_cache),
     "disable_overlap_schedule": (True, lambda c: c.scheduler.overlap is False),
     "disable_cuda_graph": (True, lambda c: not c.compile.cuda_graph),
@@ -192,7 +192,7 @@ def test_a_refusal_tells_every_name_with_its_value_and_reason() -> None:
         ("preferred_sampling_params", '{"temprature": 1}', "Did you mean 'temperature'"),
         ("preferred_sampling_params", "[1]", "must be an object"),
         ("preferred_sampling_params", {"top_p": 2}, "top_p must be in"),
-        ("schedule_policy", "random", "schedule_policy must be one of fcfs, lpm"),
+        ("schedule_policy", "hrrn", "schedule_policy must be one of fcfs, lpm, lof, random"),
         ("load_format", "pt", "load_format must be one of"),
         ("dtype", "int3", "dtype must be one of"),
         ("enable_metrics", 1, "enable_metrics must be bool"),
@@ -306,3 +306,14 @@ def test_graphs_are_captured_where_they_are_wanted() -> None:
     prompts = Buckets(64, 512, True, False, graph_rows=0)
     assert prompts.of(9, 3).graph and not any(prompts.of(rows, rows).graph for rows in range(1, 65))
     assert not any(bucket.graph for bucket in Buckets(64, 512, False, False, graph_rows=8).all())
+
+
+def test_timeouts_come_from_sglangs_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (BASE.scheduler.waiting_timeout, BASE.scheduler.running_timeout) == (None, None)
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "0.5")
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "-1")
+    told = ServerArgs(model_path="box").to_config().scheduler
+    assert (told.waiting_timeout, told.running_timeout) == (0.5, None)
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="SGLANG_REQ_RUNNING_TIMEOUT='soon' must be a number of seconds"):
+        ServerArgs(model_path="box").to_config()

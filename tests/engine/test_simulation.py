@@ -12,6 +12,7 @@ from simulated_plan import Event, Job, Plan, Settings, plan_of
 from simulated_run import shrunk, violation, world_of
 from simulated_threads import Deadlock, Machine
 
+from fengine.config import Policy
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.engine.output_processor import OutputProcessor
@@ -77,6 +78,13 @@ def test_guesses_that_are_asked_for_twice_before_they_are_known_are_found(monkey
 
     monkeypatch.setattr(Scheduler, "schedule", forgets)
     assert any(violation(plan) for seed in range(400) if (plan := plan_of(seed)).settings.bare)
+
+
+@pytest.mark.parametrize("policy", [Policy.lof, Policy.random, Policy.shortest_prefill_first])
+def test_policies_that_plans_do_not_draw_hold(policy: Policy) -> None:
+    for seed in range(60):
+        plan = plan_of(seed)
+        assert violation(replace(plan, settings=replace(plan.settings, policy=policy))) is None, seed
 
 
 def test_threads_that_wait_for_each_other_are_told() -> None:
