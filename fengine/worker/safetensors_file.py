@@ -174,7 +174,7 @@ def read_tensor(file: safe_open, entry: TensorEntry, rows: slice | None = None, 
     shape = entry.shape
     if rows is not None:
         shape = (*shape[:axis], rows.stop - rows.start, *shape[axis + 1 :])
-    if tuple(tensor.shape) != shape or tensor.dtype != (DTYPES | CODES)[entry.dtype]:
+    if tuple(tensor.shape) != shape or tensor.dtype != (DTYPES | CODES).get(entry.dtype):
         raise CorruptCheckpointError(f"{entry.path} changed while it was read: tensor {entry.stored!r} is another one.")
     return tensor
 

@@ -199,9 +199,41 @@ def test_a_zero_bias_of_a_layer_without_one_is_left_out(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.o_proj.bias"
     save_file(tensors | {name: torch.zeros(64)}, few / "model.safetensors", {"format": "pt"})
     same_model(few, dense)
-    save_file(tensors | {name: torch.ones(64)}, few / "model.safetensors", {"format": "pt"})
+    save_file(tensors | {name: (torch.arange(64) == 7).float()}, few / "model.safetensors", {"format": "pt"})
     with pytest.raises(CorruptCheckpointError, match=f"{name}.*not zero"):
         load(few)
+
+
+def test_groups_that_nobody_has_set_are_in_their_order(tmp_path: Path) -> None:
+    """compressed-tensors leaves -1 there."""
+    config, make, _ = packed(integers(4, 16))
+    few, dense = made.write(tmp_path, config, keep(make))
+    tensors = load_file(few / "model.safetensors")
+    for name, shape in [(name, part) for name, part in tensors.items() if name.endswith("weight_shape")]:
+        index = torch.full((int(shape[1]),), -1, dtype=torch.int32)
+        tensors[name.removesuffix("shape") + "g_idx"] = index
+    save_file(tensors, few / "model.safetensors", {"format": "pt"})
+    assert len(same_model(few, dense)) == 8
+
+
+NAMES = [f"model.layers.{i}.{name}" for i in (0, 1, 11) for name in ("self_attn.q_proj", "mlp.gate", "mlp.gate_proj")]
+KEPT_NAMES = [["lm_head"], ["q_proj"], ["model.layers.1"], ["layers.1"], ["mlp.gate"], ["model.layers.1.mlp"]]
+
+
+@pytest.mark.parametrize("kept", KEPT_NAMES, ids=lambda kept: kept[0])
+def test_names_of_kept_modules_mean_what_they_mean_to_transformers(kept: list[str]) -> None:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    for config in (AWQ, GPTQ, FP8):
+        found = read_quantization({"quantization_config": config | {"modules_to_not_convert": kept}})
+        assert found is not None
+        for name in (*NAMES, "lm_head"):
+            assert (found.of(name) is not None) == should_convert_module(name, kept), name
+    dynamic = {f"-:{name}": {} for name in kept}
+    found = read_quantization({"quantization_config": GPTQ | {"dynamic": dynamic}})
+    assert found is not None and [found.of(name) is None for name in NAMES] == [
+        name.startswith(kept[0]) for name in NAMES
+    ]
 
 
 def mxfp4(tmp_path: Path, **config: Any) -> tuple[Path, Path]:
