@@ -164,8 +164,9 @@ class Replicas:
         if name == "resume":
             self._kept.pop(("pause", "core"), None)
         if name == "flush_cache":
-            for each in self.replicas:
-                each.known.clear()
+            with self._lock:  # others learn
+                for each in self.replicas:
+                    each.known.clear()
         return self.ask("core", name, **arguments)
 
     def ask(self, part: str, name: str, *given: Any, **arguments: Any) -> Any:

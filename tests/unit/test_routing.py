@@ -1,0 +1,207 @@
+"""Where requests go among replicas, and what the first process makes of their words: those of processes by hand."""
+
+import queue
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from fengine.config import EngineConfig, ParallelConfig
+from fengine.core.plain import from_plain
+from fengine.core.request import Request, SamplingParams, Status
+from fengine.engine.parallel import replicas
+from fengine.engine.parallel.child import NOTHING
+from fengine.engine.parallel.progress import progress
+from fengine.engine.parallel.replicas import Replicas, joined
+from fengine.engine.parallel.routing import BLOCK, SLACK, Replica, chosen, prefix_keys
+from fengine.engine.request_state import RequestOutput, RequestState
+from fengine.errors import EngineDeadError
+
+
+class Process:
+    """In place of a child: it is ready at once, and answers what is asked with its rank."""
+
+    def __init__(
+        self, start: Any, threads: int, hear: Callable[[Any], None], ended: Callable[[str], None],
+        files: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.rank, self.hear, self.ended = start["replica"], hear, ended
+        self.process = SimpleNamespace(pid=self.rank)
+        self.sent: list[Any] = []
+        self.requests: dict[str, Request] = {}
+        self.hear({"ready": {"pool_tokens": 64}})
+
+    def send(self, value: Any) -> None:
+        self.sent.append(value)
+        for plain, _ in value.get("add", ()):
+            request = from_plain(Request, plain, NOTHING)
+            self.requests[request.rid] = request
+        if "ask" in value:
+            self.hear({"answer": value["ask"][0], "value": {"rank": self.rank}})
+
+    def finish(self, rid: str, tokens: list[int]) -> None:
+        """The request ends with these tokens."""
+        request = self.requests.pop(rid)
+        request.token_ids += tokens
+        request.logprobs += [0.0] * len(tokens)
+        request.status, request.finish = Status.FINISHED, {"type": "length", "length": len(tokens)}
+        state = RequestState(
+            request, None, False, lambda _: None, output=RequestOutput("", len(tokens), request.finish)
+        )
+        self.hear({"progress": [(rid, progress(state, {}))]})
+
+    def kill(self) -> None: ...
+
+    close = kill
+
+    def asked(self) -> list[str]:
+        return [value["ask"][2] for value in self.sent if "ask" in value]
+
+
+class Calls:
+    """Requests of a caller of two replicas."""
+
+    def __init__(self, core: Replicas) -> None:
+        self.core, self.ended = core, queue.SimpleQueue[RequestState]()
+        self.states: dict[str, RequestState] = {}
+
+    def submit(self, ids: list[int], **fields: Any) -> str:
+        rid = f"r{len(self.states)}"
+        request = Request(rid, len(ids), list(ids), SamplingParams(), 0, 100, frozenset(), **fields)
+        notify = lambda state: self.ended.put(state) if state.done else None  # noqa: E731
+        self.states[rid] = RequestState(request, None, False, notify)
+        self.core.submit([self.states[rid]])
+        return rid
+
+    def place(self, rid: str) -> int:
+        return next(each.rank for each in self.core.replicas if rid in each.open)
+
+    def finish(self, rid: str, tokens: Sequence[int] = (1,)) -> None:
+        self.process(self.place(rid)).finish(rid, list(tokens))
+        assert self.ended.get(timeout=30) is self.states[rid]
+
+    def process(self, rank: int) -> Any:
+        return self.core.replicas[rank].child
+
+
+@pytest.fixture(params=[False])
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    monkeypatch.setattr(replicas, "Child", Process)
+    parallel = ParallelConfig(dp_size=2, dp_restart=request.param)
+    core = Replicas(replace(EngineConfig(), parallel=parallel), 100)
+    yield Calls(core)
+    core.close()
+
+
+def prompt(start: int, blocks: int, more: int = 0) -> list[int]:
+    return list(range(start, start + blocks * BLOCK + more))
+
+
+def test_keys_are_those_of_whole_blocks_behind_the_same_tokens_and_salt() -> None:
+    rng, known = random.Random(0), dict[tuple[Any, ...], Any]()
+    for _ in range(200):
+        ids = [rng.randrange(2)] * rng.randrange(3 * BLOCK) + [2] * rng.randrange(2 * BLOCK)
+        request = Request("r", len(ids), ids, SamplingParams(), 0, 1, frozenset())
+        request.cache_salt = rng.choice([None, "a", "b"])
+        keys = prefix_keys(request)
+        assert len(keys) == len(ids) // BLOCK
+        for i, key in enumerate(keys):
+            meant = (request.cache_salt, *ids[: (i + 1) * BLOCK])
+            assert known.setdefault(meant, key) == key
+    assert len(set(known.values())) == len(known) > 100
+
+
+def test_what_was_used_longest_ago_is_no_longer_known() -> None:
+    rng, replica, order = random.Random(1), Replica(0, 7), list[int]()
+    for _ in range(500):
+        keys = [rng.randrange(5) * 10 + i for i in range(rng.randrange(6))]
+        replica.learn(keys)
+        for key in keys:
+            order = [*(other for other in order if other != key), key]
+        order = order[-7:]
+        asked = [rng.randrange(5) * 10 + i for i in range(5)]
+        missing = (i for i, key in enumerate(asked) if key not in order)
+        assert list(replica.known) == order and replica.hit(asked) == next(missing, 5)
+
+
+def test_the_choice_is_who_knows_most_of_those_about_as_busy_as_the_least() -> None:
+    rng = random.Random(2)
+    for _ in range(2000):
+        some = [Replica(rank, 100) for rank in range(rng.randrange(1, 5))]
+        keys = list(range(rng.randrange(4)))
+        for each in some:
+            each.learn(keys[: rng.randrange(len(keys) + 1)])
+            each.open = cast(Any, dict.fromkeys(range(rng.choice([0, 1, 4, 5, 6, 20, 24, 29, 30]))))
+        least = min(len(each.open) for each in some)
+        near = [each for each in some if 4 * len(each.open) <= 4 * least + 4 * SLACK + least]
+        near = [each for each in near if len(each.open) - least <= SLACK + least // 4]
+        most = max(each.hit(keys) for each in near)
+        best = [each for each in near if each.hit(keys) == most]
+        idle = [each for each in best if len(each.open) == min(len(other.open) for other in best)]
+        assert chosen(some, keys) is idle[0]
+
+
+def test_prompts_outputs_and_a_flush_decide_where_a_prompt_goes(calls: Calls) -> None:
+    """An output is known, too, where its request was; after a flush nothing is."""
+    first, other = calls.submit(prompt(0, 0, 60)), calls.submit(prompt(500, 1))
+    assert (calls.place(first), calls.place(other)) == (0, 1)
+    calls.finish(first, prompt(60, 0, 10))
+    calls.finish(other)
+    again = calls.submit(prompt(500, 1, 3))
+    assert calls.place(again) == 1
+    calls.finish(again)
+    pinned = calls.submit(prompt(900, 0, 60), dp_rank=1)
+    calls.finish(pinned, prompt(960, 0, 10))
+    behind = calls.submit(prompt(900, 1, 5))
+    assert calls.place(behind) == 1
+    calls.finish(behind)
+    assert calls.core.call("flush_cache") == {"rank": 1}  # added
+    assert not any(each.known for each in calls.core.replicas)
+    unknown = calls.submit(prompt(900, 1, 5))
+    assert calls.place(unknown) == 0 and [each.finished for each in calls.core.replicas] == [1, 4]
+
+
+@pytest.mark.parametrize("calls", [True], indirect=True)
+def test_who_comes_back_is_told_what_holds(calls: Calls) -> None:
+    """A death ends the requests there; the new process hears what was asked of all, but no pause that is over."""
+    here, there = calls.submit([1], dp_rank=0), calls.submit([2], dp_rank=1)
+    for name in ("pause", "label_weights"):
+        calls.core.call(name)
+    for paused in (True, False):
+        before = calls.process(1)
+        before.ended("was ended by SIGKILL")
+        assert calls.process(1) is not before and not calls.core.replicas[1].known
+        calls.process(1).sent.clear()
+        calls.process(1).hear({"ready": {"pool_tokens": 64}})
+        assert calls.process(1).asked() == ["pause", "label_weights"][not paused :]
+        if paused:
+            assert calls.ended.get(timeout=30) is calls.states[there]
+            calls.core.call("resume")
+    assert "replica 1 of 2 was ended by SIGKILL" in str(calls.states[there].error)
+    calls.finish(here)
+    assert calls.states[here].error is None
+    calls.finish(calls.submit([3], dp_rank=1))
+
+
+def test_without_a_replica_there_is_no_engine(calls: Calls) -> None:
+    calls.process(0).ended("was ended by SIGKILL")
+    assert calls.place(calls.submit([1])) == 1
+    with pytest.raises(EngineDeadError, match="replica 0 of 2 has ended"):
+        calls.submit([1], dp_rank=0)
+    calls.process(1).ended("was ended by SIGKILL")
+    assert isinstance(calls.ended.get(timeout=30).error, EngineDeadError)
+    with pytest.raises(EngineDeadError, match="no replica is left"):
+        calls.submit([1])
+
+
+def test_answers_of_all_are_one() -> None:
+    """Counters are added, gauges of flags hold if one's does, an answer holds if all do; the first refusal is told."""
+    both = [{"n": 1, "x": 0.5, "paused": False, "why": {"a": "b"}, "name": "v"},
+            {"n": 2, "x": 1.0, "paused": True, "why": {"c": "d"}, "name": "w"}]  # fmt: skip
+    assert joined(both) == {"n": 3, "x": 1.5, "paused": True, "why": {"a": "b", "c": "d"}, "name": "v"}
+    assert joined([True, True]) is True and joined([True, False]) is False
+    assert tuple(joined([[True, "good"], [False, "bad"], [False, "worse"]])) == (False, "bad")
+    assert joined([]) is None and joined(["a", "b"]) == "a"
