@@ -77,18 +77,23 @@ def take(world: World, seen: dict[int, tuple[str, list[int]]], collector: Output
     if state in world.answered:
         raise Violation("a request was answered twice")
     text, ids = seen.get(index, ("", []))
-    few = len(chunk["output_ids"]) - (0 if collector.incremental else len(ids)) < world.settings.interval
-    if few and index in seen and chunk["meta_info"]["finish_reason"] is None:
+    new, finish = (
+        len(chunk["output_ids"]) - (0 if collector.incremental else len(ids)),
+        chunk["meta_info"]["finish_reason"],
+    )
+    if new < world.settings.interval and index in seen and finish is None:
         raise Violation("a chunk comes before its time")
+    if not new and ids and finish is not None and type(finish.get("matched", finish.get("length"))) is int:
+        raise Violation("the last token comes before the end that it has brought")
     if collector.incremental:
         seen[index] = text + chunk["text"], ids + chunk["output_ids"]
     else:
         if not chunk["text"].startswith(text) or chunk["output_ids"][: len(ids)] != ids:
             raise Violation("a stream takes back what it has shown")
         seen[index] = chunk["text"], chunk["output_ids"]
-    if collector.brief and ("id" in chunk["meta_info"]) == (chunk["meta_info"]["finish_reason"] is None):
+    if collector.brief and ("id" in chunk["meta_info"]) == (finish is None):
         raise Violation(f"a chunk that is brief, or the last, tells {chunk}")
-    if chunk["meta_info"]["finish_reason"] is not None:
+    if finish is not None:
         world.answered[state] = collector.states[index].finished
         check_output(chunk)
 

@@ -62,7 +62,6 @@ class Text:
             return ""
         if isinstance(piece, int):
             self.run += bytes((piece,))
-            self.first = False
             return ""
         assert isinstance(piece, str)
         text = self._end_run() if self.run else ""

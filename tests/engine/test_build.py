@@ -94,6 +94,8 @@ def test_a_model_of_windows_alone_has_more_page_ids_than_pages() -> None:
     asked = replace(config, cache=replace(config.cache, max_total_tokens=400))
     size = pool_size(asked, spec, torch.float32, 2, 4096)
     assert size.stored == (101, 0) and size.pages == 801
+    kv = new_pool(spec, size, 4, torch.float32, "cpu")
+    assert pool_bytes(spec, size, 4, torch.float32) == sum(x.nbytes for x in kv.tensors) == 101 * 4 * 2 * 32
     assert pool_size(asked, spec, torch.float32, 2, 4096, beside=1) == PoolSize(101, None)  # a draft needs all
     small = replace(config, cache=replace(config.cache, max_total_tokens=64))
     assert pool_size(small, spec, torch.float32, 2, 4096).pages == 17  # a window does not fit: rows are shorter

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizer_cases
 from grammar_walks import END, TOKENS, accepts, allowed, compiled, cursor_of, masks, walk
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 
 from fengine.errors import GrammarError, MissingExtraError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabulary
+from fengine.structured_output.masks import Cursor, fill
 from fengine.structured_output.regex import explicit
 from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.stop_regex import StopRegex
 from fengine.tokenizer.token_texts import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
+from fengine.worker.logits.masks import MaskRow
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -701,3 +704,72 @@ def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'fengine\[grammar\]'"):
         Grammars(lambda: (TOKENS, False), Whitespace()).compile(Source("regex", "a"))
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+EARLY, BARRED = TOKENS.index(b"b"), TOKENS.index(b"a")
+OPEN = [
+    ("regex", "[ab]{2,6}"),
+    ("regex", "a*b?"),
+    ("json_schema", '{"type": "array", "items": {"enum": [1, "a", "ab"]}}'),
+]
+
+
+def stands(grammar: Grammar, taken: list[int], barred: list[int], eager: bool) -> Cursor:
+    cursor = Cursor(grammar, [END], barred, [EARLY], eager)
+    cursor.take(list(taken))
+    return cursor
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_masks_behind_drafts_are_those_behind_the_tokens(seed: int) -> None:
+    """And each is what the matcher allows, with ends where the text may end, without what is barred or comes too early;
+    guesses change nothing of where a request stands."""
+    rng = random.Random(seed)
+    rows, meant, at = list[MaskRow](), dict[int, list[int]](), 3
+    for i in range(3):
+        grammar, barred, eager = compiled(*rng.choice(OPEN)), rng.choice([[], [BARRED], [END]]), rng.random() < 0.7
+        path, least, known = list[int](), rng.randrange(5), rng.randrange(4)
+        for _ in range(8):
+            ids = [id for id in plain(grammar, path)[0] if id != END]
+            path += [rng.choice(ids)] if ids else []
+        draft = path[known:]
+        if draft and rng.random() < 0.3:
+            draft[rng.randrange(len(draft))] = TOKENS.index(b"[[") if i else END
+        rows.append(
+            MaskRow(i, stands(grammar, path[:known], barred, eager), [], None, frozenset([END]), least, draft, at)
+        )
+        for k in range(len(draft) + 1):
+            ids, complete = plain(grammar, [*path[:known], *draft[:k]])
+            left = max(least - k, 0)
+            found = set(ids) - ({END, EARLY} if left else {END})
+            if complete and not left and (eager or not found):
+                found.add(END)
+            meant[i if k == 0 else at + k - 1] = sorted(found - set(barred))
+            if k < len(draft) and (draft[k] not in ids or not meant[i if k == 0 else at + k - 1]):
+                break
+        at += len(draft)
+    taken = [list(row.cursor.tokens) for row in rows]
+    filled = fill(rows, ())
+    masks_of = dict(zip(filled.row_M.tolist(), filled.mask_MW, strict=True))
+    assert {row: allowed(mask) for row, mask in masks_of.items()} == meant
+    assert [row.cursor.tokens for row in rows] == taken
+    assert filled.errors.keys() == {row for row, ids in meant.items() if not ids}
+
+
+def plain(grammar: Grammar, taken: list[int]) -> tuple[list[int], bool]:
+    """The ids that may come behind these, and whether the text may end there, by the matcher alone."""
+    matcher = grammar.matcher()
+    assert matcher.consume_tokens(list(taken)) or not taken
+    words = np.zeros(-(-(len(TOKENS) + 1) // 32), np.int32)
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    return [id for id in allowed(words) if id < len(TOKENS)], matcher.is_accepting()
+
+
+def test_who_has_ended_goes_nowhere() -> None:
+    """What a row has drawn is taken by its cursor, unless it ends the request."""
+    for drawn, taken in ((TOKENS.index(b"b"), True), (END, False)):
+        cursor, fresh = cursor_of(compiled("regex", "a*b?a*")), [TOKENS.index(b"a")]
+        fill([MaskRow(0, cursor, fresh, 1, frozenset([END]), 0)], [7, drawn])
+        assert cursor.tokens == fresh + [drawn] * taken and cursor.error is None

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import eagle_heads
+import numpy as np
 import pytest
 import tiny_vision
 import torch
@@ -13,7 +15,9 @@ from tiny_vision import TOKEN, picture
 
 from fengine import Engine
 from fengine.config import EngineConfig, ModelConfig, SchedulerConfig
+from fengine.core.images import Image
 from fengine.errors import CapacityError, EngineClosedError, InvalidRequestError, UnsupportedFeatureError
+from fengine.multimodal.images import Images, Picture, _hash
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 ONE, TWO = [5, TOKEN, 7, 8], [9, TOKEN, 10, TOKEN, 11, 12, 13]
@@ -229,3 +233,33 @@ def test_hidden_states_penalties_and_processors_go_beside_images(engine: Engine)
     alone = [engine.generate(None, asked, ONE, image_data=picture(i), return_logprob=True) for i in range(3)]
     both = engine.generate(None, asked, [ONE] * 3, image_data=[picture(i) for i in range(3)], return_logprob=True)
     assert [bits(output) for output in both] == [bits(output) for output in alone]
+
+
+def test_two_pictures_whose_placeholders_are_in_place(engine: Engine) -> None:
+    ids = [id for token in TWO for id in ([token] * 16 if token == TOKEN else [token])]
+    pictures = [picture(1), picture(2)]
+    assert bits(ask(engine, ids, pictures)) == bits(ask(engine, TWO, pictures))
+    with pytest.raises(InvalidRequestError, match="torn apart at position 17"):
+        ask(engine, [TOKEN] * 16 + [9] + [TOKEN] * 8 + [9] + [TOKEN] * 8, pictures)
+
+
+def test_pictures_are_told_apart_by_all_that_an_encoder_sees() -> None:
+    arrays = [np.zeros((2, 3), np.float32), np.zeros((3, 2), np.float32), np.zeros((2, 3), np.int32), np.ones((2, 3))]
+    told = [{name: array} for array in arrays for name in ("pixels", "grid")]
+    assert len({_hash(one) for one in told}) == len(told)
+    assert _hash({"a": arrays[0], "b": arrays[1]}) == _hash({"b": arrays[1], "a": arrays[0].copy()})
+
+
+def test_line_ends_are_tokenized_together_behind_a_picture_alone() -> None:
+    """Those of the text stay as they were given."""
+    texts = {1: "\n", 2: "\n\n", 5: "x", 9: "<image>"}
+    images = Images.__new__(Images)
+    images.spec = cast(Any, SimpleNamespace(token=9, begin=8))
+    images.family = cast(Any, SimpleNamespace(positions=None))
+    images.tokenizer = SimpleNamespace(
+        decode=lambda ids: "".join(texts[id] for id in ids),
+        ids_of=lambda some, add_special_tokens: [[2] * (len(text) // 2) + [1] * (len(text) % 2) for text in some],
+    )
+    shown = Picture((Image(b"", 2, 1, {}),), (("", "\n"),))
+    assert images.prompt([1, 8, 1, 5, 1, 1, 5], [shown]).ids == [1, 9, 9, 2, 5, 1, 1, 5]
+    assert images.prompt([8, 2, 1, 5], [shown]).ids == [9, 9, 2, 2, 5]

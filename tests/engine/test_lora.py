@@ -383,8 +383,8 @@ def test_what_was_evicted_is_read_again_unless_it_has_changed(
 
 def test_a_pinned_adapter_keeps_its_slot(model: Path, paths: dict[str, str]) -> None:
     written: list[str] = []
-    lora_paths = [{"lora_name": n, "lora_path": paths[n], "pinned": n == "a0"} for n in ("a0", "a1", "a2")]
-    with engine(model, lora_paths=lora_paths, max_loras_per_batch=2) as llm:
+    lora_paths = [{"lora_name": n, "lora_path": paths[n], "pinned": n == "a0"} for n in ("a0", "a1")]
+    with engine(model, lora_paths=lora_paths, max_loras_per_batch=2, max_loaded_loras=2, max_lora_rank=32) as llm:
         tables = llm._parts.core.stepper.input_batch
         write = tables.write_adapter
         assert write is not None
@@ -392,8 +392,10 @@ def test_a_pinned_adapter_keeps_its_slot(model: Path, paths: dict[str, str]) -> 
         tables.write_adapter = lambda slot, number: (written.append(adapters._loads[number].name), write(slot, number))[
             1
         ]
+        assert llm.load_lora_adapter("a2", paths["a2"]).success
         for name in ("a0", "a1", "a2", "a1", "a0", "a2"):
             llm.generate(input_ids=[5], sampling_params=GREEDY, lora_path=name)
+            assert len(adapters.given_up(["a0", "a1", "a2"])) == 1 and not adapters.given_up("a0")  # nor its image
         assert written == ["a0", "a1", "a2", "a1", "a2"]
         llm.unload_lora_adapter("a0")
         for name in ("a1", "a2", "a1", "a2"):

@@ -173,6 +173,29 @@ def test_ids_of_sessions(world: World) -> None:
     assert world.turn({"id": "mine"}, [4], []).prompt()[0] == [4]  # nothing is left of the old one
 
 
+def test_a_session_lives_as_long_as_one_of_its_turns_runs(world: World) -> None:
+    """Whichever of them has ended, and in whatever order they came."""
+    for first in (True, False):
+        sid = opened(world, timeout=10.0)
+        world.turn({"id": sid}, [5], [6], f"{sid}above")
+        turns = [world.start({"id": sid, "rid": f"{sid}above"}, [7], f"{sid}{i}") for i in range(2)]
+        ended, running = turns if first else turns[::-1]
+        world.finish(ended, [8])
+        world.now += 1000
+        assert world.sessions.open(1, sid) is None  # it is there
+        world.finish(running, [8])
+        world.now += 10.5
+        assert world.sessions.open(1, sid) == sid
+
+
+def test_images_of_what_is_cut_off_are_gone() -> None:
+    """One is kept as long as its placeholder is."""
+    above = Turn("a", "s", None, 0, [1, -1, 2, -1, 3], output=[4], images=("x", "y"))
+    for kept, images in ((6, ["x", "y"]), (4, ["x", "y"]), (3, ["x"]), (1, [])):
+        below = Turn("b", "s", above, kept, [-1, 5], images=("z",))
+        assert below.prompt() == ([1, -1, 2, -1, 3, 4][:kept] + [-1, 5], [*images, "z"])
+
+
 def test_a_session_closes_after_its_timeout(world: World) -> None:
     sid, forever = opened(world, timeout=np.float32(10)), opened(world)
     world.now = 9.0

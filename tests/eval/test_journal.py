@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from fengine.errors import StorageError
 from fengine.eval.runs.folder import RunFolder
+from fengine.eval.runs.index import RowIndex, reopen
 from fengine.eval.runs.journal import Damage, Entry, Journal, encode, header, read_at, scan
 
 RECORDS = [b'{"id": "r%d", "text": "\xc3\xa9 %s"}' % (i, b"x" * i) for i in range(5)]
@@ -146,7 +148,7 @@ def test_a_folder_holds_texts_of_half_characters_and_tells_its_writer_alone(tmp_
         assert (folder.path / "lock").read_text().split() == [str(os.getpid()), socket.gethostname()]
 
 
-def test_fsync_policy(tmp_path: Path) -> None:
+def test_fsync_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     journal = Journal(tmp_path / "j", sync_seconds=1e9, sync_rows=2, fsync=synced.append)
     for line in LINES[:5]:
@@ -160,6 +162,18 @@ def test_fsync_policy(tmp_path: Path) -> None:
     eager = Journal(tmp_path / "j", sync_seconds=0.0, fsync=synced.append)
     eager.append(LINES[0])
     assert len(synced) == 4
+    together = Journal(tmp_path / "j", sync_seconds=1e9, sync_rows=4, fsync=synced.append)
+    for count in (4, 5, 5):
+        together.extend(LINES[:2])
+        assert len(synced) == count
+    clock, counts = [100.0], list[int]()
+    monkeypatch.setattr("fengine.eval.runs.journal.time.monotonic", lambda: clock[0])
+    timed = Journal(tmp_path / "j", sync_seconds=2.0, fsync=synced.append)
+    for moment in (101.0, 102.0, 103.0, 105.0, 106.0):
+        clock[0] = moment
+        timed.append(LINES[0])
+        counts.append(len(synced))
+    assert counts == [5, 6, 6, 7, 7]
 
 
 def test_a_failed_fsync_is_final(tmp_path: Path) -> None:
@@ -204,3 +218,40 @@ def test_the_length_of_a_line_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_head_that_is_none_is_damage(tmp_path: Path, head: Any) -> None:
     found = scanned(tmp_path / "j", LINES[0] + encode(head, b"{}") + LINES[1])
     assert [type(f) for f in found] == [Entry, Damage, Entry]
+
+
+def line(index: int, ok: bool = True, key: int = 10) -> bytes:
+    return encode([index, int(ok), key + index, 1, 0.0, 0.0, 1, 1], b'{"id": "%d"}' % index)
+
+
+@pytest.mark.parametrize(
+    "data, known, notes, warnings",
+    [
+        (b"", [0, 0, 0], 0, 0),
+        (header("mine")[:9], [0, 0, 0], 1, 0),
+        (header("mine")[:-1], [0, 0, 0], 1, 0),
+        (header("mine") + line(1), [0, 2, 0], 0, 0),
+        (header("mine") + line(0, False) + line(2)[:-3], [1, 0, 0], 1, 0),
+        (header("mine") + line(0) + line(1, key=90) + line(2), [2, 0, 2], 0, 1),
+        (header("mine") + line(0) + line(1)[:-1] + b"x" + line(2), [2, 2, 2], 0, 1),
+        (line(2)[:20] + header("mine") + line(2) + line(0)[:9], [0, 0, 2], 0, 1),
+    ],
+    ids=["none", "torn head", "no newline", "good", "torn row", "another row", "no newline between", "damaged head"],
+)
+def test_a_journal_that_was_reopened_is_good(
+    data: bytes, known: list[int], notes: int, warnings: int, tmp_path: Path
+) -> None:
+    """It begins with whose it is, holds nothing but good lines of these rows, and stays as it is the next time."""
+    rows, told = RowIndex(array("Q", [10, 11, 12]), ""), (list[str](), list[str]())
+    with RunFolder(tmp_path / "run") as folder:
+        path = folder.path / "journal.log"
+        path.write_bytes(data)
+        for _ in range(2):
+            table = reopen(folder, rows, "mine", told[0].append, told[1].append)
+            assert [*table.known] == known and (len(told[0]), len(told[1])) == (notes, warnings)
+            first, *found = scan(path)
+            assert isinstance(first, Entry) and first.head[2] == "mine"
+        assert [one.head[0] for one in entries(found)] == [i for i in range(3) if known[i]] and len(found) == sum(
+            map(bool, known)
+        )
+        assert len(list(folder.path.glob("journal.damaged-*"))) == warnings

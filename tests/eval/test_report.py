@@ -210,6 +210,7 @@ def test_rows_are_chosen_by_kind_and_evenly() -> None:
     for most in (0, 1, 2, 3, 7, 100):
         for made in ([1] * 5, [0, 1, 2] * 40, [3] * 200, [], [0] * 200 + [2]):
             assert len(report_rows.chosen(made, most)) == min(most, len(made))
+    assert report_rows.chosen([2] * 100, 10) == list(range(0, 100, 10))
     assert report_rows.chosen([2, 1, 0], 3) == [0, 1, 2] and report_rows.why([2, 1], [0, 1]) is None
 
 
@@ -571,3 +572,14 @@ def test_token_texts_join_to_the_answers_of_the_box(tmp_path: Path, monkeypatch:
     Path("a/manifest.json").write_text(json.dumps(manifest))
     changed = report_data([Path("a")])["run"]["rows_here"]
     assert changed["vocab"] == {} and "has changed since the run" in changed["tokens"]
+
+
+def test_a_segment_ends_where_its_request_was_preempted() -> None:
+    """With the prefix cache it may go on decoding in the very next step."""
+    session = schedule.TraceSession(0)
+    rows = [(5, 0, 3, False, True), (6, 3, 1, True, True), (7, 4, 1, True, False), (9, 5, 2, True, False)]
+    for now, start, count, decodes, new in rows:
+        assert session.segment(now, (7, start, count), decodes) is new
+    session.requests[0]["pre"].append(10)
+    assert session.segment(11, (7, 7, 1), True) and session.segment(14, (7, 8, 1), True)
+    assert session.requests[0]["seg"] == [[1, 5, 5, 0, 3], [0, 6, 9, 3, 4], [0, 11, 11, 7, 1], [0, 14, 14, 8, 1]]

@@ -129,10 +129,20 @@ def test_incomplete_characters_wait(made):
 def test_stop_token_is_trimmed_from_text(made):
     tokenizer = made("byte_level")[1]
     a, b, c = spelled(tokenizer, *"abc")
-    for stop, text, matched, count in [((), "ab", None, None), (("x",), "ab", None, None), (("bc",), "a", "bc", 3)]:
+    cases = [((), "ab", None, None), (("x",), "ab", None, None), (("abz",), "ab", None, None), (("bc",), "a", "bc", 3)]
+    for stop, text, matched, count in cases:
         detokenizer = Detokenizer(tokenizer, SamplingParams.of({"stop": list(stop)}))
         assert detokenizer.push([a]) + detokenizer.push([b, c], trim_last=True) + detokenizer.finish() == text
         assert (detokenizer.matched, detokenizer.matched_tokens, detokenizer.num_tokens) == (matched, count, 3)
+
+
+def test_a_space_that_is_not_shown_ends_nothing(made):
+    """The first of a text, as a byte token, which may yet be part of a character."""
+    tokenizer = made("llama2")[1]
+    ids = spelled(tokenizer, "<0x20>", "<0x61>", "<0x20>", "<0x62>")
+    for stops in ([" "], [" a"], ["a b"], [" b"], ["b"]):
+        text, detokenizer = stream(tokenizer, [[id] for id in ids], stop=stops)
+        assert (text, detokenizer.matched, detokenizer.matched_tokens) == first_stop(tokenizer, ids, stops, True)
 
 
 def test_first_space_stays_where_text_continues_a_prompt(made):

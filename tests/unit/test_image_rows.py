@@ -17,13 +17,13 @@ def image(name: int, tokens: int = 4, patches: int = 10, bidirectional: bool = F
     return Image(b"%d" % name, tokens, patches, {}, bidirectional)
 
 
-def request(rid: str, images: list[Image], words: int = 3, new: int = 4) -> Request:
+def request(rid: str, images: list[Image], words: int = 3, new: int = 4, behind: int | None = None) -> Request:
     spans, ids = [], list[int]()
     for one in images:
         ids += [7] * words
         spans.append(ImageSpan(len(ids), one))
         ids += [1] * one.tokens
-    ids += [8] * words
+    ids += [8] * (words if behind is None else behind)
     return Request(rid, len(ids), ids, SamplingParams(), 0, new, frozenset(), images=tuple(spans))
 
 
@@ -128,6 +128,17 @@ def test_an_image_that_is_computed_at_once_takes_the_pages_of_later_requests(wor
     output = world.step()
     assert output is not None and list(zip(output.rows, output.counts, strict=True)) == [(1, 15)]  # and words
     assert world.requests["later"].num_preempted == 1
+
+
+def test_who_found_too_few_pages_begins_as_soon_as_it_can_share_those_of_a_prompt() -> None:
+    world = World(capacity=40, budget=100, pages=9)
+    for rid in ("first", "same"):
+        world.add(request(rid, [image(1, 14, bidirectional=True)], behind=1))
+    steps = [world.step(), world.step()]
+    assert [step and list(zip(step.rows, step.starts, step.counts, strict=True)) for step in steps] == [
+        [(0, 0, 3)],  # up to the image
+        [(0, 3, 15), (1, 16, 1)],
+    ]
 
 
 def test_nobody_begins_while_an_image_waits_for_a_step_of_its_own() -> None:
