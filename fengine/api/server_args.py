@@ -133,7 +133,7 @@ class ServerArgs:
     log_requests_level: int = 2  # 0: ids and times; 1: parameters, too; 2: the beginning of texts; 3: whole texts
     crash_dump_folder: str | None = None  # where the last requests are written if the engine dies
     numerics: str = setting("exact", "numerics")  # fengine's own, as those of images
-    allow_image_urls: bool = setting(False, "multimodal.allow_image_urls")  # http(s), of public addresses only
+    allow_image_urls: bool = setting(False, "multimodal.allow_image_urls")  # http(s)
     allowed_media_domains: list | tuple | None = setting(None, "multimodal.image_hosts")  # if any, only of these
     image_folder: str | None = setting(None, "multimodal.image_folder")  # of paths that come over HTTP
     image_cache_mib: int = setting(256, "multimodal.cache_mib")

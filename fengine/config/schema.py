@@ -199,8 +199,9 @@ class MultimodalConfig:
     """Images. `cache_mib` of the device's memory keep embeddings, so that an image is encoded once.
 
     An image may have `max_image_mib` of encoded bytes and `max_image_pixels`. http(s) is read only with
-    `allow_image_urls`, from `image_hosts` if any are named, and never from addresses of a private network. Paths that
-    come over HTTP are read only below `image_folder`."""
+    `allow_image_urls`, from `image_hosts` if any are named. Of those that come over HTTP addresses of a private network
+    are read only for hosts that are named, and behind redirects never. Paths that come over HTTP are read only below
+    `image_folder`."""
 
     cache_mib: int = 256
     max_image_mib: int = 64

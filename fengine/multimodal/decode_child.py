@@ -23,7 +23,7 @@ class Refused(Exception):
 
 
 def decoded(data: bytes, most_pixels: int) -> Image.Image:
-    """The picture as RGB, turned as EXIF says; alpha is dropped, as transformers does. Errors: Refused."""
+    """The picture as RGB, turned as EXIF says, over white where it is transparent. Errors: Refused."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
@@ -46,7 +46,10 @@ def as_rgb(image: Image.Image, most_pixels: int) -> Image.Image:
         raise Refused(f"its pixels have more than 8 bits (mode {image.mode}): convert it to 8 bits")
     if getattr(image, "is_animated", False) and image.format != "MPO":  # of a camera's, the first is the picture
         raise Refused(f"it is animated ({getattr(image, 'n_frames', 'several')} frames): send one frame as an image")
-    return ImageOps.exif_transpose(image).convert("RGB")
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:  # as transformers' processors do
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
 
 
 def main() -> None:

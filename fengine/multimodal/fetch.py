@@ -1,6 +1,6 @@
-"""Reads an image from http(s): from named hosts, public addresses only, bounded in bytes and time. A name is resolved
-once and the connection goes to the address that was checked, at each redirect anew. When the time is up the connection
-is cut: a server that sends a little now and then would keep each read of it alive."""
+"""Reads an image from http(s): from named hosts, bounded in bytes and time, redirected to public addresses only. A
+name is resolved once and the connection goes to the address that was checked, at each redirect anew. When the time is
+up the connection is cut: a server that sends a little now and then would keep each read of it alive."""
 
 import contextlib
 import http.client
@@ -31,13 +31,15 @@ def is_public(address: str) -> bool:
 
 
 def fetch(
-    url: str, hosts: tuple[str, ...], most: int, allowed: Callable[[str], bool] = is_public, timeout: float = TIMEOUT
-) -> bytes:
-    """The body, at most `most` + 1 bytes. Errors: InvalidRequestError."""
+    url: str, hosts: tuple[str, ...], most: int, allowed: Callable[[str], bool] = is_public, timeout: float = TIMEOUT,
+    first: Callable[[str], bool] | None = None,
+) -> bytes:  # fmt: skip
+    """The body, at most `most` + 1 bytes. `allowed` says of an address whether it is read, `first` of the URL's own.
+    Errors: InvalidRequestError."""
     deadline = time.monotonic() + timeout
     try:
-        for _ in range(REDIRECTS + 1):
-            found = _get(url, hosts, most, allowed, deadline)
+        for hop in range(REDIRECTS + 1):
+            found = _get(url, hosts, most, allowed if hop or first is None else first, deadline)
             if isinstance(found, bytes):
                 return found
             url = urljoin(url, found)
@@ -55,7 +57,7 @@ def _get(url: str, hosts: tuple[str, ...], most: int, allowed: Callable[[str], b
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidRequestError(f"{url!r:.200} is no http(s) URL")
-    if hosts and parts.hostname not in hosts:
+    if hosts and parts.hostname not in map(str.lower, hosts):
         raise InvalidRequestError(f"{parts.hostname!r:.200} is none of allowed_media_domains (multimodal.image_hosts)")
     left = deadline - time.monotonic()
     if left <= 0:

@@ -16,7 +16,7 @@ from fengine.config import MultimodalConfig
 from fengine.core.scalars import told
 from fengine.errors import InvalidRequestError, MissingExtraError, UnsupportedFeatureError
 from fengine.multimodal.decoder import Decoder
-from fengine.multimodal.fetch import fetch
+from fengine.multimodal.fetch import fetch, is_public
 
 try:
     from PIL import Image as pillow
@@ -55,7 +55,7 @@ class Sources:
         self.decoder.close()
 
     def _of_array(self, array: np.ndarray) -> np.ndarray:
-        """An array of bytes as it is: gray, RGB, or RGBA without its alpha."""
+        """An array of bytes as it is: gray, RGB, or RGBA over white."""
         shape = array.shape
         if array.dtype != np.uint8 or len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] not in (1, 3, 4)):
             raise InvalidRequestError(
@@ -67,8 +67,11 @@ class Sources:
             check_sides(shape[1], shape[0], self.config.max_image_pixels)
         except Refused as error:
             raise InvalidRequestError(str(error)) from error
+        if shape[2:] == (4,):
+            assert pillow is not None
+            return np.asarray(as_rgb(pillow.fromarray(np.ascontiguousarray(array)), self.config.max_image_pixels))
         gray = array if array.ndim == 3 else array[:, :, None]
-        return np.ascontiguousarray(np.repeat(gray, 3, 2) if gray.shape[2] == 1 else gray[:, :, :3])
+        return np.ascontiguousarray(np.repeat(gray, 3, 2) if gray.shape[2] == 1 else gray)
 
     def _bytes(self, item: Any, inside: bool) -> bytes:
         """What a path, a URL or base64 stands for."""
@@ -88,7 +91,7 @@ class Sources:
         if not rest.startswith("//"):
             return self._path_or_base64(item, inside)
         if scheme in ("http", "https"):
-            return self._fetch(item)
+            return self._fetch(item, inside)
         if scheme != "file":
             raise InvalidRequestError(f"{item!r:.200} is no URL of http, https, file or data")
         return self._file(Path(unquote(urlsplit(item).path)), inside)
@@ -99,10 +102,12 @@ class Sources:
             return _from_base64(item)
         return self._file(Path(item), inside)
 
-    def _fetch(self, url: str) -> bytes:
+    def _fetch(self, url: str, inside: bool) -> bytes:
+        """Whoever calls this process may name what it reaches, as with paths; others only hosts that are listed."""
         if not self.config.allow_image_urls:
             raise InvalidRequestError("http(s) URLs are not read; set allow_image_urls=True, or send the image itself")
-        return fetch(url, self.config.image_hosts, self.config.max_image_mib << 20)
+        hosts, most = self.config.image_hosts, self.config.max_image_mib << 20
+        return fetch(url, hosts, most, first=is_public if inside and not hosts else lambda _: True)
 
     def _file(self, path: Path, inside: bool) -> bytes:
         folder = self.config.image_folder
@@ -146,11 +151,11 @@ def _data_url(rest: str) -> bytes:
     head, comma, data = rest.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise InvalidRequestError("a data URL must be data:image/...;base64,...")
-    return _from_base64(data)
+    return _from_base64(unquote(data))
 
 
 def _from_base64(text: str) -> bytes:
     try:
-        return base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=False)
+        return base64.b64decode("".join(text.split()).replace("-", "+").replace("_", "/"), validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequestError(f"it is no base64: {error}") from error

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.image_transforms import convert_to_rgb
 
 from fengine.config import MultimodalConfig
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
@@ -44,7 +46,7 @@ def test_every_form_gives_the_same_pixels(sources: Sources, tmp_path: Path) -> N
     path.write_bytes(data)
     text = base64.b64encode(data).decode()
     forms = [path, str(path), path.as_uri(), data, bytearray(data), memoryview(data), text, PIXELS,
-             f"data:image/png;base64,{text}", f"DATA:image/png;BASE64,{text}",
+             f"data:image/png;base64,{text}", f"DATA:image/png;BASE64,{quote(text)}", f"{text[:70]}\n{text[70:]}",
              {"url": f"data:image/png;base64,{text}"}, Image.fromarray(PIXELS),
              Image.open(io.BytesIO(data)), {"url": str(path), "detail": "high"}]  # fmt: skip
     for form in forms:
@@ -53,9 +55,14 @@ def test_every_form_gives_the_same_pixels(sources: Sources, tmp_path: Path) -> N
 
 def test_modes_become_rgb(sources: Sources) -> None:
     image = Image.fromarray(PIXELS)
-    transparent = image.copy()
-    transparent.putalpha(7)
-    assert np.array_equal(sources.pixels(encoded(transparent)), PIXELS)  # alpha is dropped, as transformers does
+    transparent = image.convert("RGBA")
+    transparent.putalpha(Image.fromarray(PIXELS[:, :, 1]))
+    see_through = image.quantize(8)
+    see_through.info["transparency"] = 3
+    for one in (transparent, see_through, image.convert("LA")):
+        want = np.asarray(convert_to_rgb(one, return_numpy=True))  # what transformers' processors begin with
+        for form in (encoded(one), one, *([np.asarray(one)] if one.mode == "RGBA" else [])):
+            assert np.array_equal(sources.pixels(form), want)
     gray = np.asarray(image.convert("L"))
     for form in (encoded(image.convert("L")), gray, gray[:, :, None], image.convert("L")):
         assert np.array_equal(sources.pixels(form), np.repeat(gray[:, :, None], 3, 2))
@@ -105,6 +112,7 @@ def test_hostile_files_are_refused_and_the_next_one_is_read(sources: Sources) ->
         ({"url": "a.png", "detail": "best"}, "detail must be auto"),
         ("/no/such/file.png", "cannot be read"),
         ("data:image/png,abc", "a data URL must be"),
+        ("data:image/png;base64,ab!cdefg", "no base64"),
         ("http://example.com/a.png", "allow_image_urls=True"),
         ("HTTP://example.com/a.png", "allow_image_urls=True"),
         ("ftp://example.com/a.png", "no URL of http, https, file or data"),
@@ -219,8 +227,23 @@ def test_urls_are_read_from_allowed_addresses_only(server: str) -> None:
     for path, hosts, most, allowed, why in refused:
         with pytest.raises(InvalidRequestError, match=why):
             fetch(server + path, hosts, most, allowed)
+    with pytest.raises(InvalidRequestError, match="private"):
+        fetch(f"{server}/moved", (), 1 << 20, first=here)
     with pytest.raises(InvalidRequestError, match="takes too long"):
         fetch(f"{server}/never", (), 1 << 20, here, 0.1)
+
+
+def test_who_may_name_a_private_address(server: str) -> None:
+    """Whoever calls this process, and, over HTTP, nobody but for a host that is listed."""
+    for hosts in ((), ("127.0.0.1",)):
+        sources = Sources(MultimodalConfig(allow_image_urls=True, image_hosts=hosts))
+        assert np.array_equal(sources.pixels(f"{server}/a.png"), PIXELS)
+        if hosts:
+            assert np.array_equal(sources.pixels(f"{server}/a.png", inside=True), PIXELS)
+        for path, inside in (("/moved", False), ("/moved", True), *([] if hosts else [("/a.png", True)])):
+            with pytest.raises(InvalidRequestError, match="private network"):
+                sources.pixels(server + path, inside)
+        sources.close()
 
 
 PRIVATE = [
