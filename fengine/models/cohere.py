@@ -39,9 +39,8 @@ def spec_from_hf(config: Config, **switches: Any) -> ModelSpec:
     norms = read.flag("use_qk_norm")
     read.done(config["architectures"][0])
     return decoder_spec(
-        config | {"rms_norm_eps": eps, "head_dim": None}, interleaved=True, logit_scale=scale, layer_norm=True,
-        qk_norm=norms, **switches,
-    )  # fmt: skip
+        config | {"rms_norm_eps": eps}, interleaved=True, logit_scale=scale, layer_norm=True, qk_norm=norms, **switches
+    )
 
 
 def spec2_from_hf(config: Config) -> ModelSpec:

@@ -191,7 +191,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mixtral-window": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 33, "head_dim": 24},
     "olmoe-gqa2": {"num_experts": 8, "num_experts_per_tok": 4, "pad_token_id": 0, "norm_topk_prob": True},
-    "cohere2-mixed": {"sliding_window": 13, "num_hidden_layers": 5, "logit_scale": 0.7, "tie_word_embeddings": False},
+    "cohere2-mixed": {
+        "sliding_window": 13,
+        "num_hidden_layers": 5,
+        "logit_scale": 0.7,
+        "head_dim": 24,
+        "tie_word_embeddings": False,
+    },
     "cohere2-biases": {
         "sliding_window": 40,
         "attention_bias": True,
@@ -199,7 +205,14 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
-    "cohere-norms": {"use_qk_norm": True, "logit_scale": 0.7, "tie_word_embeddings": False, "attention_bias": True},
+    "cohere-norms": {
+        "use_qk_norm": True,
+        "logit_scale": 0.7,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "head_dim": 24,
+        "seed": 3,
+    },
     "cohere-no-norms": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "logit_scale": 0.5},
     "olmo3-mixed": {"sliding_window": 13, "num_hidden_layers": 5, "pad_token_id": 0},
     "olmo3-two-ropes": {
