@@ -247,7 +247,7 @@ def _rope_of(read: ConfigReader, width: int, max_position: int) -> RopeSpec:
     if kind not in ROPE_KINDS:
         known = ", ".join(repr(name) for name in ROPE_KINDS)
         raise UnsupportedArchitectureError(f"rope_type = {kind!r} is not supported; supported: {known}.")
-    spec = RopeSpec(read.number("rope_theta", 0.0, 1e15))
+    spec = RopeSpec(read.number("rope_theta", 1.0 if kind == "yarn" else 0.0, 1e15))  # yarn divides by its logarithm
     if kind in ("default", "dynamic"):  # dynamic: the same up to max_position, and nothing is longer here
         return spec
     if kind == "linear":

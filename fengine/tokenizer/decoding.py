@@ -63,7 +63,9 @@ class Decoding:
 
     def __init__(self, backend: Backend, cleanup: bool) -> None:
         self._backend, self.cleanup = backend, cleanup
-        self._special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+        self._special = {
+            t.content for i, t in backend.get_added_tokens_decoder().items() if t.special or self._skips(i)
+        }
         self._bytes = _byte_table()
         decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         stages = decoder.get("decoders", [decoder] if decoder else [])
@@ -81,6 +83,12 @@ class Decoding:
         self.strip, self.strip_char = strip["start"], strip["content"]  # how much of it a text loses at its beginning
         self._before = next((c for c in "xyz" if self._shown(c) == c), "")
         self.tables = {skip: PieceTable(self, skip) for skip in (False, True)}
+
+    def _skips(self, token_id: int) -> bool:
+        """Whether the library leaves it out as special: so it does where one of two files called it special once."""
+        return (
+            not self._backend.decode([token_id]) and self._backend.decode([token_id], skip_special_tokens=False) != ""
+        )
 
     def _shown(self, *tokens: str) -> str:
         return " ".join(tokens) if self._backend.decoder is None else self._backend.decoder.decode(list(tokens))

@@ -259,6 +259,7 @@ def test_bad_sizes_name_the_field(name: str, value: Any) -> None:
         ({"attention_bias": 1}, "attention_bias must be true or false"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor is missing"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be above"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}}, "rope_theta must be above 1.0"),
         ({"rope_parameters": 3}, "must be objects or null"),
         ({"rope_scaling": tiny_checkpoints.LLAMA3_ROPE}, "rope_scaling .* contradicts rope_parameters"),
         ({"hidden_size": 0, "vocab_size": 0}, "hidden_size must.*\n.*vocab_size must"),  # all problems at once
