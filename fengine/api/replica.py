@@ -17,6 +17,7 @@ from fengine.engine.parallel.child import NOTHING, Link
 from fengine.engine.parallel.progress import decoded, kind_and_text, progress, with_images
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
+from fengine.engine.weights.incoming import Unsent
 from fengine.engine.weights.updates import UpdateResult
 from fengine.errors import FengineError
 from fengine.lora.shared import Replicated
@@ -31,9 +32,10 @@ class Files:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
-    def update(self, path: str, names: list[str], version: str | None, abort: bool) -> UpdateResult:
+    def update(self, path: str, told: list[list[Any]], version: str | None, abort: bool) -> UpdateResult:
+        """`told`: of each tensor its name, and why it is not in the file."""
         tensors = load_file(path)
-        named = [(name, tensors.get(str(index))) for index, name in enumerate(names)]
+        named = [(name, Unsent(why) if why else tensors[str(index)]) for index, (name, why) in enumerate(told)]
         return self.parts.updates.update_from_tensor(named, None, version=version, abort=abort)
 
 
@@ -81,15 +83,17 @@ class Server:
             state.error = error
             self.fresh.put(state)
 
-    def _answer(self, number: int, part: str, name: str, given: list[Any], arguments: dict[str, Any]) -> None:
-        try:
-            if part == "core":
-                value = self.parts.core.stats() if name == "get_stats" else self.parts.core.call(name, **arguments)
-            else:
-                value = getattr(self.owners.get(part) or getattr(self.parts, part), name)(*given, **arguments)
-            self.link.say(answer=number, value=value)
-        except FengineError as error:
-            self.link.say(answer=number, failed=kind_and_text(error))
+    def _answer(self, *asked: list[Any]) -> None:
+        """One after another: each may depend on those before."""
+        for number, part, name, given, arguments in asked:
+            try:
+                if part == "core":
+                    value = self.parts.core.stats() if name == "get_stats" else self.parts.core.call(name, **arguments)
+                else:
+                    value = getattr(self.owners.get(part) or getattr(self.parts, part), name)(*given, **arguments)
+                self.link.say(answer=number, value=value)
+            except Exception as error:  # whatever it is: who asked waits
+                self.link.say(answer=number, failed=kind_and_text(error))
 
     def _tell(self) -> None:
         """What is new of all requests that have news, in one line."""

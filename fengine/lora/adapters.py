@@ -132,7 +132,7 @@ class Adapters:
         self._numbers = count(1)
         self._loads: WeakValueDictionary[int, Adapter] = WeakValueDictionary()  # requests hold theirs
         self._lock = threading.Lock()  # of the entries; never held while files are read
-        self._loading = threading.Lock()  # one load at a time
+        self._loading = threading.RLock()  # one load at a time
 
     def paths(self) -> dict[str, str]:
         """The path of every adapter that requests may name."""

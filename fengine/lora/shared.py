@@ -5,12 +5,12 @@ is never computed with another load of the same name."""
 
 import json
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from fengine.config import LoraConfig
 from fengine.core.request import Adapter
@@ -18,6 +18,7 @@ from fengine.errors import AdapterError, FengineError
 from fengine.lora.adapters import Adapters, Entry
 from fengine.lora.peft_config import CONFIG
 from fengine.lora.peft_files import WEIGHTS, check_arguments, check_name, check_tensors
+from fengine.worker.safetensors_file import leave_tensors
 
 Ask = Callable[..., Any]  # has all replicas call a method of `Replicated`; raises what the first of them does
 
@@ -38,19 +39,20 @@ class SharedAdapters(Adapters):
         check_arguments(tensors, values)
         check_tensors(tensors, name)
         folder = tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True)
-        held = {key: tensor.detach().cpu().resolve_neg().contiguous().clone() for key, tensor in tensors.items()}
-        save_file(held, Path(folder.name) / WEIGHTS)
+        leave_tensors(tensors, Path(folder.name) / WEIGHTS)
         (Path(folder.name) / CONFIG).write_text(json.dumps(dict(values), default=_plain))
-        self._add(name, pinned, "", lambda _: folder.name)
-        self._folders[name] = folder
+        with self._loading:
+            self._add(name, pinned, "", lambda _: folder.name)
+            self._folders[name] = folder
 
     def unload(self, name: Any) -> None:
-        with self._lock:
-            entry = self._entries.get(name) if isinstance(name, str) else None
-        super().unload(name)
-        if entry is not None and entry.load is not None:
-            self.ask("unload", name, entry.load.number)
-            self._folders.pop(name, None)
+        with self._loading:  # until all have done it: a load of that name comes behind it
+            with self._lock:
+                entry = self._entries.get(name) if isinstance(name, str) else None
+            super().unload(name)
+            if entry is not None and entry.load is not None:
+                self.ask("unload", name, entry.load.number)
+                self._folders.pop(name, None)
 
     def _add(self, name: Any, pinned: Any, path: str, read: Callable[[Any], Any]) -> None:
         check_name(name, pinned)
@@ -75,29 +77,32 @@ def _plain(value: Any) -> Any:
 
 
 class Replicated:
-    """The adapters of one replica. For the thread that takes requests; what is asked comes from others. Modifies: them,
-    itself."""
+    """The adapters of one replica. Thread-safe. Modifies: them, itself."""
 
     def __init__(self, adapters: Adapters, config: LoraConfig) -> None:
         self.adapters = adapters
+        self._changing = threading.RLock()  # one change at a time
         self.numbers = {name: number for number, (name, _) in enumerate(config.named(), 1)}
 
     def load(self, name: str, path: str, pinned: bool, number: int) -> None:
         """Instead of another load of that name, which a replica that is started again may have."""
-        if name in self.numbers:
-            self.unload(name, self.numbers[name])
-        self.adapters.load(name, path, pinned)
-        self.numbers[name] = number
+        with self._changing:
+            if name in self.numbers:
+                self.unload(name, self.numbers[name])
+            self.adapters.load(name, path, pinned)
+            self.numbers[name] = number
 
     def unload(self, name: str, number: int) -> None:
-        if self.numbers.get(name) == number:
-            del self.numbers[name]
-            self.adapters.unload(name)
+        with self._changing:
+            if self.numbers.get(name) == number:
+                del self.numbers[name]
+                self.adapters.unload(name)
 
     def of(self, name: str, number: int) -> Adapter:
-        """Errors: AdapterError."""
-        if self.numbers.get(name) != number:
+        """Errors: AdapterError, InvalidRequestError."""
+        load = self.adapters.resolve(name) if self.numbers.get(name) == number else None
+        if load is None or self.numbers.get(name) != number:  # another one may have come while it was looked up
             raise AdapterError(
                 f"LoRA adapter {name!r} was unloaded before the request came to its replica; send it again"
             )
-        return self.adapters.resolve(name)
+        return load

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fengine.core.files import MAX_JSON_BYTES, open_regular, read_file, read_from
 from fengine.core.json_text import parse_json
-from fengine.errors import CorruptCheckpointError, ModelLoadError, UnsupportedFormatError
+from fengine.errors import CorruptCheckpointError, ModelLoadError, StorageError, UnsupportedFormatError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NEVER_OPENED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".h5", ".msgpack", ".npz")
@@ -186,6 +187,15 @@ def reading(entries: Mapping[str, TensorEntry]) -> Iterator[Callable[..., Tensor
     with ExitStack() as stack:
         files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
         yield lambda name, *rows: read_tensor(files[entries[name].path], entries[name], *rows)
+
+
+def leave_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Writes them, from any device, into a folder where other processes of this machine read them. Errors:
+    StorageError."""
+    try:
+        save_file({name: x.detach().cpu().resolve_neg().contiguous().clone() for name, x in tensors.items()}, path)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"tensors cannot be written to {path}: {error}; set TMPDIR to a folder with room") from error
 
 
 def refuse_other_formats(directory: Path) -> None:

@@ -1,10 +1,12 @@
 """Engines of several replicas: one's bits, results in order, prompts where they are known, and what a death does."""
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_adapters
@@ -13,18 +15,24 @@ import torch
 from test_ranks import PARAMS, PROMPTS, SETTINGS, adapted, results
 
 from fengine import Engine
+from fengine.config import LoraConfig
 from fengine.core.images import Image, ImageSpan
 from fengine.core.request import Adapter, Request, SamplingParams
+from fengine.engine.parallel import child, remote
 from fengine.engine.parallel.replicas import Replicas
 from fengine.engine.parallel.routing import Replica, prefix_keys
 from fengine.errors import (
+    AdapterError,
     ContextLengthError,
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
+    StorageError,
     UnsupportedFeatureError,
 )
+from fengine.lora.shared import Replicated
 from fengine.worker.hub import BOX
+from fengine.worker.safetensors_file import leave_tensors
 
 LONG = "Sort these numbers, smallest first, and say nothing else: " * 6
 
@@ -252,7 +260,7 @@ def killed(engine: Engine) -> list[Any]:
 def came_back(engine: Engine, rank: int) -> None:
     core: Any = engine._parts.core
     with core._lock:
-        assert core._lock.wait_for(lambda: replicas(engine)[rank].able, 60)
+        assert core._lock.wait_for(lambda: replicas(engine)[rank].fault is None, 60)
 
 
 def test_a_death_fails_its_requests_by_name_and_the_others_go_on() -> None:
@@ -281,6 +289,45 @@ def test_one_that_is_started_again_computes_the_same() -> None:
         came_back(engine, 1)
         again = [engine.generate(prompt, PARAMS[0], routed_dp_rank=1) for prompt in PROMPTS]
         assert [out["text"] for out in again] == [out["text"] for out in want]
+
+
+def test_one_that_was_taken_for_dead_stays_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would remove the folder that the others read from."""
+    with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
+        monkeypatch.setattr(child, "SILENCE", 2.0)
+        core: Any = engine._parts.core
+        first: Any = replicas(engine)[1].child
+        engine.generate("a", {"max_new_tokens": 1}, routed_dp_rank=1)  # the shorter silence counts from here
+        os.kill(first.process.pid, signal.SIGSTOP)
+        with core._lock:
+            assert core._lock.wait_for(lambda: replicas(engine)[1].facts is None, 60)
+        came_back(engine, 1)
+        assert first.process.poll() == -signal.SIGKILL and Path(core.folder.name).is_dir()
+
+
+def test_a_file_that_cannot_be_read_or_written_is_told(two: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [("model.norm.weight", torch.ones(256, dtype=torch.complex64))]
+    assert "complex64 is not supported" in two.update_weights_from_tensor(given).message
+    monkeypatch.setattr(remote, "leave_tensors", lambda _, path: path.write_bytes(b"x"))
+    with pytest.raises(EngineDeadError, match="SafetensorError"):
+        two.update_weights_from_tensor([("model.norm.weight", torch.ones(256))])
+    with pytest.raises(StorageError, match="set TMPDIR"):
+        leave_tensors({"x": torch.ones(1)}, Path("/nowhere/x"))
+
+
+def test_an_adapter_that_changes_while_it_is_looked_up_is_not_taken_for_the_old_one() -> None:
+    class Changing:
+        def resolve(self, name: str) -> Adapter:
+            loads.load(name, "path", False, 2)
+            return Adapter(name, 7, None)
+
+        def load(self, *_: Any) -> None: ...
+
+        def unload(self, name: str) -> None: ...
+
+    loads = Replicated(cast(Any, Changing()), LoraConfig(paths=("a=path",)))
+    with pytest.raises(AdapterError, match="send it again"):
+        loads.of("a", 1)
 
 
 def test_an_end_ends_what_is_open() -> None:

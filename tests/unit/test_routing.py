@@ -20,6 +20,8 @@ from fengine.engine.parallel.routing import BLOCK, SLACK, Replica, chosen, prefi
 from fengine.engine.request_state import RequestOutput, RequestState
 from fengine.errors import EngineDeadError
 
+REFUSED: set[str] = set()  # versions whose files are not there
+
 
 class Process:
     """In place of a child: it is ready at once, and answers what is asked with its rank."""
@@ -39,8 +41,9 @@ class Process:
         for plain, _ in value.get("add", ()):
             request = from_plain(Request, plain, NOTHING)
             self.requests[request.rid] = request
-        if "ask" in value:
-            self.hear({"answer": value["ask"][0], "value": {"rank": self.rank}})
+        for number, _, _, _, arguments in value.get("ask", ()):
+            refused = arguments.get("version") in REFUSED
+            self.hear({"answer": number, "value": [False, "no files"] if refused else {"rank": self.rank}})
 
     def finish(self, rid: str, tokens: list[int]) -> None:
         """The request ends with these tokens."""
@@ -58,7 +61,7 @@ class Process:
     close = kill
 
     def asked(self) -> list[str]:
-        return [value["ask"][2] for value in self.sent if "ask" in value]
+        return [name for value in self.sent for _, _, name, *_ in value.get("ask", ())]
 
 
 class Calls:
@@ -184,6 +187,35 @@ def test_who_comes_back_is_told_what_holds(calls: Calls) -> None:
     calls.finish(here)
     assert calls.states[here].error is None
     calls.finish(calls.submit([3], dp_rank=1))
+
+
+@pytest.mark.parametrize("calls", [True], indirect=True)
+def test_who_comes_back_has_the_weights_of_the_others_or_takes_no_requests(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all refused is not told again, and not instead of what they took."""
+    monkeypatch.setattr(f"{__name__}.REFUSED", {"bad"})
+    calls.core.ask("updates", "update_from_disk", "a folder", version="good")
+    assert calls.core.ask("updates", "update_from_disk", "no folder", version="bad") == (False, "no files")
+    for gone in (False, True):
+        monkeypatch.setattr(f"{__name__}.REFUSED", {"good"} if gone else {"bad"})
+        calls.process(1).ended("was ended by SIGKILL")
+        calls.process(1).hear({"ready": {"pool_tokens": 64}})
+        again = [each for value in calls.process(1).sent for each in value["ask"]]
+        assert [arguments["version"] for *_, arguments in again] == ["good"]
+        if not gone:
+            calls.finish(calls.submit([1], dp_rank=1))
+    assert [calls.place(calls.submit([i])) for i in range(9)] == [0] * 9
+    with pytest.raises(EngineDeadError, match="replica 1 of 2 was started again, but not with all.*no files"):
+        calls.submit([1], dp_rank=1)
+
+
+def test_an_adapter_that_is_gone_is_not_told_again(calls: Calls) -> None:
+    for i in range(3):
+        calls.core.ask("adapters", "load", f"a{i}", "path", False, i)
+    for i in (2, 0):
+        calls.core.ask("adapters", "unload", f"a{i}", i)
+    assert [command[1:3] for command in calls.core._kept.values()] == [["load", ("a1", "path", False, 1)]]
 
 
 def test_without_a_replica_there_is_no_engine(calls: Calls) -> None:

@@ -76,6 +76,7 @@ class Child:
         with suppress(subprocess.TimeoutExpired):
             code = self.process.wait(1.0)
             end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        self.close()  # one that had only stopped would wake up to a closed socket, and remove what others read
         self._ended(end)
 
     def kill(self) -> None:

@@ -51,7 +51,7 @@ def with_images(request: Request, code: Callable[[Any], Any]) -> Request:
     return replace(request, images=tuple(spans), rope=rope)
 
 
-def kind_and_text(error: FengineError | None) -> tuple[str, str] | None:
+def kind_and_text(error: Exception | None) -> tuple[str, str] | None:
     """As another process may be told. Pure."""
     return None if error is None else (type(error).__name__, str(error))
 
@@ -59,7 +59,9 @@ def kind_and_text(error: FengineError | None) -> tuple[str, str] | None:
 def error_of(told: tuple[str, str]) -> FengineError:
     """As the other process had it. Pure."""
     kind = getattr(errors, told[0], None)
-    return (kind if isinstance(kind, type) and issubclass(kind, FengineError) else EngineDeadError)(told[1])
+    if isinstance(kind, type) and issubclass(kind, FengineError):
+        return kind(told[1])
+    return EngineDeadError(f"{told[0]}: {told[1]}")
 
 
 def progress(state: RequestState, sent: dict[str, Any]) -> dict[str, Any]:

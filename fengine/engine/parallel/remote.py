@@ -7,11 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from safetensors.torch import save_file
-
-from fengine.engine.weights.incoming import tensors_of, unreadable
+from fengine.engine.weights.incoming import tensors_of, unfit
 from fengine.engine.weights.updates import UpdateResult
 from fengine.errors import UnsupportedFeatureError
+from fengine.worker.safetensors_file import leave_tensors
 
 METHODS = {  # of parts of an engine, asked of every replica
     "weights": ("nbytes",),
@@ -75,9 +74,9 @@ class RemoteUpdates(Remote):
             )
         given = tensors_of(named_tensors, load_format)
         path = Path(self._core.folder.name) / f"{uuid.uuid4().hex}.safetensors"
-        good = {str(i): x for i, (_, x) in enumerate(given) if not unreadable(x) and not x.is_complex()}
-        save_file({i: x.detach().cpu().contiguous().clone() for i, x in good.items()}, path)
+        told = [(name, unfit(x)) for name, x in given]
+        leave_tensors({str(i): x for i, (_, x) in enumerate(given) if told[i][1] is None}, path)
         try:
-            return self._core.ask("files", "update", str(path), [name for name, _ in given], version, abort)
+            return self._core.ask("files", "update", str(path), told, version, abort)
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)  # an engine that is closed meanwhile removes its folder

@@ -6,11 +6,13 @@
 A request's seed is resolved before it is routed (`routing.py`), so where it goes changes no bit. A replica that dies
 fails its requests by name; the others go on."""
 
+import logging
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -25,7 +27,7 @@ from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.parallel.child import NOTHING, Child
 from fengine.engine.parallel.progress import encoded, error_of, take, with_images
 from fengine.engine.parallel.remote import METHODS, Remote, RemoteUpdates, joined
-from fengine.engine.parallel.routing import BLOCK, Replica, chosen, prefix_keys
+from fengine.engine.parallel.routing import BLOCK, Replica, chosen, prefix_keys, refusal
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL
@@ -33,7 +35,10 @@ from fengine.engine.workers import Features
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, UnsupportedFeatureError
 from fengine.worker.process_group import device_of_rank
 
-KEPT = ("pause", "label_weights", "keep_weights", "update_from_disk", "use_whitespace")  # told again after a restart
+logger = logging.getLogger("fengine")
+# What a replica is told again that was started again.
+KEPT = ("pause", "label_weights", "keep_weights", "update_from_disk", "use_whitespace", "load", "unload")
+CHANGES = ("updates", "files")  # parts whose calls come to every replica in one order
 
 
 class Replicas:
@@ -44,6 +49,7 @@ class Replicas:
         self.system, self.config, self.size = REAL, config, config.parallel.dp_size
         self.inbox = Inbox(REAL)  # says whether requests and commands are taken
         self._lock = threading.Condition(cast(Any, self.inbox.lock))
+        self._changes = threading.Lock()
         self.requests = OutputProcessor(cast(Any, self), self.abort)
         self._kept: dict[Any, list[Any]] = {}
         self.folder = tempfile.TemporaryDirectory(prefix="fengine-replicas-", ignore_cleanup_errors=True)
@@ -76,11 +82,13 @@ class Replicas:
                     answer.set_exception(error_of(told["failed"]))
                 else:
                     answer.set_result(told["value"])
+                if answer in replica.catching_up and (why := refusal(answer)):
+                    logger.warning("replica %d was started again, but takes no requests: %s", replica.rank, why)
             if "failed_start" in told:
                 self.inbox.close(cast(Any, error_of(told["failed_start"])))
             if "ready" in told:
                 replica.facts = told["ready"]
-                replica.catching_up = [self._ask(replica, *kept) for kept in self._kept.values()]
+                replica.catching_up = self._ask(replica, *self._kept.values())
             self._lock.notify_all()
 
     def _progress(self, replica: Replica, told: list[tuple[str, dict[str, Any]]]) -> None:
@@ -137,10 +145,11 @@ class Replicas:
 
     def _able(self, pinned: int | None) -> list[Replica]:
         """Those that can take a request. Errors: EngineDeadError if there are none."""
-        able = [each for each in self.replicas if each.able and pinned in (None, each.rank)]
+        found = [each for each in self.replicas if pinned in (None, each.rank)]
+        able = [each for each in found if each.fault is None]
         if not able:
             which = f"replica {pinned}" if pinned is not None else "every replica"
-            raise EngineDeadError(f"{which} of {self.size} has ended, or is being started again")
+            raise EngineDeadError(f"{which} of {self.size} {found[0].fault}")
         return able
 
     def abort(self, states: Sequence[RequestState]) -> None:
@@ -172,20 +181,33 @@ class Replicas:
     def ask(self, part: str, name: str, *given: Any, **arguments: Any) -> Any:
         """As `call`, of a method of a part of their engines."""
         self.check_process()
-        with self._lock:
-            self.inbox.check()
-            if name in KEPT or part == "adapters":
-                self._kept[given[0] if part == "adapters" else name, part] = [part, name, given, arguments]
-            answers = [self._ask(each, part, name, given, arguments) for each in self.replicas if each.facts]
-        wait(answers)
+        command, trial = [part, name, given, arguments], object()
+        with self._changes if part in CHANGES else nullcontext():
+            with self._lock:
+                self.inbox.check()
+                if name in KEPT:
+                    self._kept[trial] = command  # for one that starts meanwhile
+                answers = [self._ask(each, command)[0] for each in self.replicas if each.facts]
+            wait(answers)
+            with self._lock:
+                if self._kept.pop(trial, None) and not all(map(refusal, answers)):
+                    self._keep(given[0] if part == "adapters" else name, command)
         return joined([answer.result() for answer in answers])
 
-    def _ask(self, replica: Replica, *command: Any) -> Future[Any]:
-        """Errors, of the answer: also EngineDeadError, EngineClosedError."""
-        replica.asked += 1
-        answer = replica.calls[replica.asked] = Future[Any]()
-        replica.send({"ask": [replica.asked, *command]})
-        return answer
+    def _keep(self, key: Any, command: list[Any]) -> None:
+        """Instead of what was kept before, behind all else."""
+        part, name, *_ = command
+        self._kept.pop((key, part), None)
+        if name != "unload" or key in dict(self.config.lora.named()):  # others are not loaded at the start
+            self._kept[key, part] = command
+
+    def _ask(self, replica: Replica, *commands: list[Any]) -> list[Future[Any]]:
+        """Has them carried out one after another. Errors, of answers: also EngineDeadError, EngineClosedError."""
+        first, answers = replica.asked + 1, [Future[Any]() for _ in commands]
+        replica.asked += len(commands)
+        replica.calls |= enumerate(answers, first)
+        replica.send({"ask": [[number, *command] for number, command in enumerate(commands, first)]})
+        return answers
 
     def stats(self) -> dict[str, Any]:
         """As `EngineCore.stats`, of all together."""
@@ -196,7 +218,8 @@ class Replicas:
         self.check_process()
         with self._lock:
             self.inbox.check()
-            asked = {each.rank: self._ask(each, "core", "get_stats", (), {}) for each in self.replicas if each.facts}
+            wanted = ["core", "get_stats", (), {}]
+            asked = {each.rank: self._ask(each, wanted)[0] for each in self.replicas if each.facts}
         return {rank: answer.result() for rank, answer in asked.items()}
 
     def check_process(self) -> None:

@@ -16,6 +16,14 @@ BLOCK = 64  # tokens by which prompts are compared
 SLACK = 4  # open requests, and a quarter of those of the least busy replica, that a known prompt may cost
 
 
+def refusal(answer: Future[Any]) -> str | None:
+    """Why a command that has an answer was not carried out; None: it was."""
+    if error := answer.exception():
+        return str(error)
+    value = answer.result()
+    return str(value[1]) if isinstance(value, list) and value and value[0] is False else None
+
+
 class Replica:
     """One of them, as this process sees it. Modifies: itself."""
 
@@ -32,9 +40,12 @@ class Replica:
         self.known: OrderedDict[Hashable, None] = OrderedDict()
 
     @property
-    def able(self) -> bool:
-        """Whether it takes requests."""
-        return self.facts is not None and all(answer.done() for answer in self.catching_up)
+    def fault(self) -> str | None:
+        """Why it takes no requests."""
+        if self.facts is None or not all(answer.done() for answer in self.catching_up):
+            return "has ended, or is being started again"
+        faults = filter(None, map(refusal, self.catching_up))
+        return next((f"was started again, but not with all that the others have: {why}" for why in faults), None)
 
     def send(self, value: Any) -> None:
         """To its process, if there is one."""

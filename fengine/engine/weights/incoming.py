@@ -50,6 +50,12 @@ class Change(NamedTuple):
         return self._replace(tensor=self.tensor.cpu() if self.tensor.is_cuda else self.tensor.clone())
 
 
+class Unsent(NamedTuple):
+    """In place of a tensor that could not come."""
+
+    why: str
+
+
 FORMATS = (None, "direct", "flattened_bucket")  # of tensors
 SERIALIZED = (str, bytes, bytearray)
 
@@ -185,6 +191,8 @@ def _split_fused(
 
 
 def unreadable(tensor: Any) -> str | None:
+    if isinstance(tensor, Unsent):
+        return tensor.why
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         hint = " (give full_tensor())" if hasattr(tensor, "full_tensor") else ""
         return f"must be a torch.Tensor, got {type(tensor).__name__}{hint}"
@@ -197,11 +205,16 @@ def unreadable(tensor: Any) -> str | None:
     return None
 
 
+def unfit(tensor: Any) -> str | None:
+    """As `unreadable`, of weights."""
+    dtype = getattr(tensor, "dtype", None)
+    wrong = f"dtype {dtype} is not supported; use float32, bfloat16 or float16"
+    return unreadable(tensor) or (None if dtype in FLOATS else wrong)
+
+
 def _fault(tensor: Any, place: Place) -> str | None:
-    if why := unreadable(tensor):
+    if why := unfit(tensor):
         return why
-    if tensor.dtype not in FLOATS:
-        return f"dtype {tensor.dtype} is not supported; use float32, bfloat16 or float16"
     differs = tuple(tensor.shape) != place.shape
     return f"expected shape {list(place.shape)}, got {list(tensor.shape)}" if differs else None
 
