@@ -22,6 +22,7 @@ from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_tiles import copy_items, find_item, table_kernel
 from fengine.ops.registration import (
     TensorDescriptor,
+    barriers,
     describe,
     fence_async_shared,
     gl,
@@ -251,20 +252,9 @@ def persistent_kernel(
     q_ring = gl.allocate_shared_memory(DTYPE, [4, 64, K], RING)
     k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, K], RING)
     v_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, K], RING)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
+    q_full, q_empty = barriers(2, 1, 2)
+    k_full, k_empty = barriers(STAGES, 1, 2)
+    v_full, v_empty = barriers(STAGES, 1, 2)
     fence_async_shared()
     gl.warp_specialize(
         [

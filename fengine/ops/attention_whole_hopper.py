@@ -17,6 +17,7 @@ from fengine.ops.attention_tiles import table_kernel
 from fengine.ops.registration import (
     TensorDescriptor,
     async_load,
+    barriers,
     describe,
     fence_async_shared,
     gl,
@@ -280,11 +281,7 @@ def whole_kernel(
     k2_ring = gl.allocate_shared_memory(DTYPE, [STAGES, 64, REST], SECOND)
     v1_ring = gl.allocate_shared_memory(DTYPE, [STAGES, 64, 64], FIRST)
     v2_ring = gl.allocate_shared_memory(DTYPE, [STAGES, 64, REST], SECOND)
-    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 2, 1], mbarrier.MBarrierLayout())  # keys, values, queries
-    empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * STAGES + 2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = barriers(2 * STAGES + 2, 1, 2)  # keys, values, queries
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -78,6 +78,16 @@ def dock_bytes(rows: int, columns: int) -> int:
     return FLAGS + rows * columns * 2 if rows >= LEAST_ROWS else 0
 
 
+@triton.jit
+def await_flags(own, use, stop_ptr, rank, SIZE: tl.constexpr):
+    """Waits until every other rank has written `use` to its flag behind `own`."""
+    for step in tl.static_range(1, SIZE):
+        flag = own + (rank + step) % SIZE
+        found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        while (found != use) & (tl.load(stop_ptr, volatile=True) == 0):
+            found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+
+
 @triton.jit(do_not_specialize=["rank"])
 def ready_kernel(use_ptr, peer_ptr, stop_ptr, rank, SIZE: tl.constexpr):
     """Begins a use: tells every rank that this one has read the last, and waits until all have told so."""
@@ -87,11 +97,7 @@ def ready_kernel(use_ptr, peer_ptr, stop_ptr, rank, SIZE: tl.constexpr):
         flag = tl.load(peer_ptr + (rank + step) % SIZE).to(tl.pointer_type(tl.int32)) + rank
         tl.atomic_xchg(flag, use, sem="release", scope="sys")
     own = tl.load(peer_ptr + rank).to(tl.pointer_type(tl.int32))
-    for step in tl.static_range(1, SIZE):
-        flag = own + (rank + step) % SIZE
-        found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        while (found != use) & (tl.load(stop_ptr, volatile=True) == 0):
-            found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    await_flags(own, use, stop_ptr, rank, SIZE)
 
 
 @triton.jit(do_not_specialize=["rank", "first"])
@@ -99,11 +105,7 @@ def arrived_kernel(use_ptr, peer_ptr, stop_ptr, rank, first, SIZE: tl.constexpr)
     """Waits for the flags from `first` on, one of each other rank."""
     use = tl.load(use_ptr)
     own = tl.load(peer_ptr + rank).to(tl.pointer_type(tl.int32)) + first
-    for step in tl.static_range(1, SIZE):
-        flag = own + (rank + step) % SIZE
-        found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        while (found != use) & (tl.load(stop_ptr, volatile=True) == 0):
-            found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    await_flags(own, use, stop_ptr, rank, SIZE)
 
 
 def copy(part_TN: Tensor, to: int, pitch: int, stream: Any) -> None:

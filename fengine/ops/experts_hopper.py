@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
+from fengine.ops.linear_hopper import experts_product
 from fengine.ops.registration import (
     TensorDescriptor,
     async_copy,
     async_load,
     async_store,
+    barriers,
     describe,
     fence_async_shared,
     gl,
@@ -139,14 +141,7 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
                 acc += gl.load(at, mask=col + i % BN < N, other=0.0).to(gl.float32)[None, :]
             if GATED:
                 gate, up = acc.to(DTYPE).reshape((64, 2, BN)).permute((0, 2, 1)).split()
-                if LIMITED:
-                    g = gl.minimum(gate.to(gl.float32), limit)
-                    u = gl.minimum(gl.maximum(up.to(gl.float32), -limit), limit)
-                    y = ((u + 1.0) * (g / (1.0 + gl.exp(-1.702 * g)))).to(DTYPE)
-                else:
-                    wide = gate.to(gl.float32)
-                    silu = (wide / (1.0 + gl.exp(-wide))).to(DTYPE).to(gl.float32)
-                    y = (silu * up.to(gl.float32)).to(DTYPE)
+                y = experts_product(gate, up, limit, LIMITED)
             else:
                 y = (acc * weight[:, None]).to(DTYPE)
             store_wait(0)
@@ -167,11 +162,7 @@ def experts_kernel(x, w_desc, y_desc, bias_ptr, rows_ptr, count_ptr, tile_ptr, w
     x_ring = gl.allocate_shared_memory(y_desc.dtype, [STAGES, 128, BK], X)
     w_ring = gl.allocate_shared_memory(y_desc.dtype, [STAGES * HALVES, BN, BK], w_desc.layout)
     y_tiles = gl.allocate_shared_memory(y_desc.dtype, [2, 64, BN], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=129 if GATED else 1)  # each thread that copies rows arrives for itself
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = barriers(STAGES, 129 if GATED else 1, 2)  # each thread that copies rows arrives for itself
     fence_async_shared()
     gl.warp_specialize(
         [

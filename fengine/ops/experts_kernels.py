@@ -7,6 +7,7 @@ worst case, and programs behind the last tile end at once.
 
 from fengine.ops.activations import gated_product
 from fengine.ops.experts_routing import find_tile, slots, weigh
+from fengine.ops.linear_kernels import products as summed
 from fengine.ops.registration import begin, tl, triton, wait
 
 
@@ -19,32 +20,7 @@ def products(x_rows, real, w_ptr, col, N, K, BM: tl.constexpr, BN: tl.constexpr,
     x_tile = x_rows[:, None] + k[None, :]
     w_tile = w_ptr + (col % N).to(tl.int64)[:, None] * K + k[None, :]
     up_tile = w_tile + N.to(tl.int64) * K
-    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    up_acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    for start in range(0, K, BK):
-        if EVEN:
-            x = tl.load(x_tile, mask=real[:, None], other=0.0)
-            w = tl.load(w_tile)
-        else:
-            x = tl.load(x_tile, mask=real[:, None] & (start + k < K)[None, :], other=0.0)
-            w = tl.load(w_tile, mask=(start + k < K)[None, :], other=0.0)
-        if SWAP:
-            acc = tl.dot(w, x.T, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, w.T, acc, input_precision="ieee")
-        if GATED:
-            w = tl.load(up_tile) if EVEN else tl.load(up_tile, mask=(start + k < K)[None, :], other=0.0)
-            if SWAP:
-                up_acc = tl.dot(w, x.T, up_acc, input_precision="ieee")
-            else:
-                up_acc = tl.dot(x, w.T, up_acc, input_precision="ieee")
-            up_tile += BK
-        x_tile += BK
-        w_tile += BK
-    if SWAP:
-        acc = acc.T
-        up_acc = up_acc.T
-    return acc, up_acc
+    return summed(x_tile, w_tile, up_tile, real, K, BM, BN, BK, SWAP, True, EVEN, GATED)
 
 
 @triton.jit

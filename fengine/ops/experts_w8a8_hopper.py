@@ -12,11 +12,12 @@ from torch import Tensor
 
 from fengine.ops.ahead import launcher
 from fengine.ops.fp8_kernels import store_e4m3
-from fengine.ops.linear_hopper import gated_product
+from fengine.ops.linear_hopper import experts_product
 from fengine.ops.registration import (
     EARLY,
     TensorDescriptor,
     async_load,
+    barriers,
     begin,
     dependent_launch,
     describe,
@@ -151,13 +152,7 @@ def finish(acc, bias_ptr, rows_ptr, count_ptr, weight_ptr, y_ptr, expert, first,
         acc += gl.load(own, mask=col + i % OUTPUTS < N, other=0.0).to(gl.float32)[:, None]
     if GATED:
         gate, up = gl.convert_layout(acc.to(DTYPE).reshape((2, OUTPUTS, BM)).permute((2, 1, 0)), PLANES).split()
-        if LIMITED:
-            g = gl.minimum(gate.to(gl.float32), limit)
-            u = gl.minimum(gl.maximum(up.to(gl.float32), -limit), limit)
-            y = ((u + 1.0) * (g / (1.0 + gl.exp(-1.702 * g)))).to(DTYPE)
-        else:
-            y = gated_product(gate, up, 0)
-        y = gl.convert_layout(y, LINES)
+        y = gl.convert_layout(experts_product(gate, up, limit, LIMITED), LINES)
     else:
         at = gl.minimum(first + gl.arange(0, BM, layout=gl.SliceLayout(0, SUMS)), count - 1)
         acc *= gl.load(weight_ptr + gl.load(pairs + at))[None, :]
@@ -227,11 +222,7 @@ def w8a8_tiles_kernel(x_desc, w_desc, x_scale_ptr, scale_ptr, bias_ptr, rows_ptr
     gdc_launch_dependents()
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, STEP], x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * GROUPS * HALVES, OUTPUTS, STEP], w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=2)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    full, empty = barriers(STAGES, 2, GROUPS)
     fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize(

@@ -23,6 +23,7 @@ from fengine.ops.registration import (
     EARLY,
     async_copy,
     async_load,
+    barriers,
     dependent_launch,
     describe,
     fence_async_shared,
@@ -274,19 +275,11 @@ def eights_kernel(x_desc, w_desc, scale_ptr, y_ptr, bias_ptr, TILES, MT, M, N, b
                                        gl.SwizzledSharedLayout(1, 1, 1, [0]))  # fmt: skip
     s_ring = copied._reinterpret(gl.int32, [STAGES * KS * PARTS * UNITS, 16 * GROUPS, 2],
                                  gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # fmt: skip
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full, empty = barriers(STAGES, 33 if HALVES else 34, 1)  # a thread's cp.async arrives, and who expects bytes
     x_full = full
     x_empty = empty
     if HALVES:
-        x_full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], mbarrier.MBarrierLayout())
-        x_empty = gl.allocate_shared_memory(gl.int64, [HALVES, 1], mbarrier.MBarrierLayout())
-        for half in gl.static_range(HALVES):
-            mbarrier.init(x_full.index(half), count=1)
-            mbarrier.init(x_empty.index(half), count=1)
-    for stage in gl.static_range(STAGES):  # a thread's cp.async arrives, and who expects bytes
-        mbarrier.init(full.index(stage), count=33 if HALVES else 34)
-        mbarrier.init(empty.index(stage), count=1)
+        x_full, x_empty = barriers(HALVES, 1, 1)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -14,6 +14,7 @@ from fengine.ops.registration import (
     TensorDescriptor,
     async_load,
     async_store,
+    barriers,
     describe,
     fence_async_shared,
     gl,
@@ -100,6 +101,18 @@ def gated_product(gate, up, ACT: gl.constexpr):
 
 
 @gluon.jit
+def experts_product(gate, up, limit, LIMITED: gl.constexpr):
+    """As `gated` of experts_kernels.py."""
+    if LIMITED:
+        g = gl.minimum(gate.to(gl.float32), limit)
+        u = gl.minimum(gl.maximum(up.to(gl.float32), -limit), limit)
+        y = ((u + 1.0) * (g / (1.0 + gl.exp(-1.702 * g)))).to(gate.dtype)
+    else:
+        y = gated_product(gate, up, 0)
+    return y
+
+
+@gluon.jit
 def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS: gl.constexpr,
              GATED: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
              STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
@@ -152,11 +165,7 @@ def hopper_kernel(x_desc, w_desc, y_desc, bias_ptr, M, N, K, BIAS: gl.constexpr,
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PARTS, 64, BK], x_desc.layout)
     w_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * HALVES, BN, BK], w_desc.layout)
     y_tiles = gl.allocate_shared_memory(x_desc.dtype, [PARTS, 64, BN], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=PARTS)
+    full, empty = barriers(STAGES, 1, PARTS)
     fence_async_shared()
     if PARTS == 2:
         gl.warp_specialize(

@@ -15,6 +15,39 @@ def fetch(rows_ptr, AHEAD: tl.constexpr, PIECES: tl.constexpr):
                               dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
+@triton.jit
+def products(x_tile, w_tile, up_tile, real, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
+             FEW: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """The sums of a tile, [BM, BN] twice, the second for `up_tile` if GATED. FEW: only `real` rows of x are read."""
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    up_acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        if EVEN:
+            x = tl.load(x_tile, mask=real[:, None], other=0.0) if FEW else tl.load(x_tile)
+            w = tl.load(w_tile)
+        else:
+            x = tl.load(x_tile, mask=real[:, None] & (start + k < K)[None, :], other=0.0)
+            w = tl.load(w_tile, mask=(start + k < K)[None, :], other=0.0)
+        if SWAP:
+            acc = tl.dot(w, x.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, w.T, acc, input_precision="ieee")
+        if GATED:
+            w = tl.load(up_tile) if EVEN else tl.load(up_tile, mask=(start + k < K)[None, :], other=0.0)
+            if SWAP:
+                up_acc = tl.dot(w, x.T, up_acc, input_precision="ieee")
+            else:
+                up_acc = tl.dot(x, w.T, up_acc, input_precision="ieee")
+            up_tile += BK
+        x_tile += BK
+        w_tile += BK
+    if SWAP:
+        acc = acc.T
+        up_acc = up_acc.T
+    return acc, up_acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                   SWAP: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, EVEN: tl.constexpr,
@@ -38,45 +71,18 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K, BM: tl.constexpr, BN: 
     # when FEW rows would be read again and again by every program at once.
     x_tile = x_ptr + (row % M).to(tl.int64)[:, None] * K + k[None, :]
     w_tile = w_ptr + (col % N).to(tl.int64)[:, None] * K + k[None, :]
-    if GATED:
-        up_tile = w_ptr + (col % N + N).to(tl.int64)[:, None] * K + k[None, :]
+    up_tile = w_ptr + (col % N + N).to(tl.int64)[:, None] * K + k[None, :]
     if PDL and AHEAD:
         fetch(w_ptr + (col % N).to(tl.int64) * K, AHEAD, PIECES)
         if GATED:
             fetch(w_ptr + (col % N + N).to(tl.int64) * K, AHEAD, PIECES)
     wait(PDL)
-    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    if GATED:
-        up_acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    for start in range(0, K, BK):
-        if EVEN:
-            x = tl.load(x_tile, mask=(row < M)[:, None], other=0.0) if FEW else tl.load(x_tile)
-            w = tl.load(w_tile)
-        else:
-            x = tl.load(x_tile, mask=(row < M)[:, None] & (start + k < K)[None, :], other=0.0)
-            w = tl.load(w_tile, mask=(start + k < K)[None, :], other=0.0)
-        if SWAP:
-            acc = tl.dot(w, x.T, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, w.T, acc, input_precision="ieee")
-        if GATED:
-            w = tl.load(up_tile) if EVEN else tl.load(up_tile, mask=(start + k < K)[None, :], other=0.0)
-            if SWAP:
-                up_acc = tl.dot(w, x.T, up_acc, input_precision="ieee")
-            else:
-                up_acc = tl.dot(x, w.T, up_acc, input_precision="ieee")
-            up_tile += BK
-        x_tile += BK
-        w_tile += BK
+    acc, up_acc = products(x_tile, w_tile, up_tile, row < M, K, BM, BN, BK, SWAP, FEW, EVEN, GATED)
     end(PDL)
-    if SWAP:
-        acc = acc.T
     if BIAS:
         acc += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
     out = acc.to(y_ptr.dtype.element_ty)
     if GATED:
-        if SWAP:
-            up_acc = up_acc.T
         if BIAS:
             up_acc += tl.load(bias_ptr + N + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
         out = gated_product(out, up_acc.to(y_ptr.dtype.element_ty), ACT).to(y_ptr.dtype.element_ty)

@@ -19,9 +19,11 @@ from fengine.ops.ahead import launcher
 from fengine.ops.fragments import Fragments
 from fengine.ops.fragments_copy import copy_weights, copy_x, find
 from fengine.ops.fragments_decode import decoded, scales_of
+from fengine.ops.linear_hopper import experts_product
 from fengine.ops.registration import (
     EARLY,
     TensorDescriptor,
+    barriers,
     dependent_launch,
     describe,
     fence_async_shared,
@@ -100,17 +102,9 @@ def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, 
 
 @gluon.jit
 def gated(acc, limit, DTYPE: gl.constexpr, LIMITED: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr):
-    """silu(gate) * up, or its clamped kind, of sums whose rows alternate in eights. As experts_kernels.py."""
+    """The experts' product of sums whose rows alternate in eights."""
     gate, up = acc.to(DTYPE).reshape((4 * PARTS, 2, 8, BM)).permute((0, 2, 3, 1)).split()
-    if LIMITED:
-        g = gl.minimum(gate.to(gl.float32), limit)
-        u = gl.minimum(gl.maximum(up.to(gl.float32), -limit), limit)
-        y = ((u + 1.0) * (g / (1.0 + gl.exp(-1.702 * g)))).to(DTYPE)
-    else:
-        wide = gate.to(gl.float32)
-        silu = (wide / (1.0 + gl.exp(-wide))).to(DTYPE).to(gl.float32)
-        y = (silu * up.to(gl.float32)).to(DTYPE)
-    return y.reshape((32 * PARTS, BM))
+    return experts_product(gate, up, limit, LIMITED).reshape((32 * PARTS, BM))
 
 
 @gluon.jit
@@ -237,11 +231,7 @@ def few_bits_kernel(x, w_desc, scale_ptr, y_ptr, bias_ptr, rows_ptr, count_ptr, 
     copied = gl.allocate_shared_memory(gl.int32, [STAGES, PIECE * PARTS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_ring = copied._reinterpret(gl.int32, [STAGES * PIECE // 32, PARTS * 16, 2],
                                  gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # fmt: skip
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=33 + (32 * LOADERS if GATHER else 1))  # a thread's cp.async arrives
-        mbarrier.init(empty.index(stage), count=1)
+    full, empty = barriers(STAGES, 33 + (32 * LOADERS if GATHER else 1), 1)  # a thread's cp.async arrives
     fence_async_shared()
     gl.warp_specialize(
         [

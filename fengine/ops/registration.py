@@ -174,3 +174,14 @@ def describe(t: Tensor, *block: int) -> Any:
     """A descriptor by which the copy engine brings blocks of a tensor of e4m3, 16-bit numbers or 32-bit words."""
     kind = {1: gl.float8e4nv, 2: gl.bfloat16}.get(t.element_size(), gl.int32)  # fp16 lies as bfloat16 does
     return TensorDescriptor.from_tensor(t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), kind))
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, WRITTEN: gl.constexpr, READ: gl.constexpr):
+    """(full, empty) of the slots of a ring: after so many arrivals each is WRITTEN, or has been READ."""
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(COUNT):
+        mbarrier.init(full.index(slot), count=WRITTEN)
+        mbarrier.init(empty.index(slot), count=READ)
+    return full, empty

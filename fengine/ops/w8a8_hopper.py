@@ -20,6 +20,7 @@ from fengine.ops.registration import (
     EARLY,
     TensorDescriptor,
     async_load,
+    barriers,
     dependent_launch,
     describe,
     fence_async_shared,
@@ -229,11 +230,7 @@ def w8a8_hopper_kernel(x_desc, w_desc, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, 
     gdc_launch_dependents()
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, STEP], x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * GROUPS * HALVES, OUTPUTS, STEP], w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=2)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    full, empty = barriers(STAGES, 2, GROUPS)
     fence_async_shared()
     if GROUPS == 3:
         gl.warp_specialize(
