@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.autograd import profiler
 
 triton: Any
@@ -80,14 +81,24 @@ def register(
     op = getattr(torch.ops.fengine, name).default
 
     def call(*args: Any) -> Any:
-        return on_cpu(*args) if args[0].is_cpu and not watched() else op(*args)
+        return on_cpu(*args) if ordinary(args[0]) and not watched() else op(*args)
 
     return call
 
 
+def ordinary(x: Any) -> bool:
+    """Whether x has its values in the CPU's memory, and no gradient is wanted of what comes from it."""
+    return type(x) is Tensor and x.is_cpu and not x.requires_grad
+
+
 def watched() -> bool:
-    """Whether torch compiles, records or intercepts what this thread calls."""
-    return torch.compiler.is_compiling() or profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack() > 0
+    """Whether torch compiles, records, transforms or intercepts what this thread calls."""
+    return (
+        torch.compiler.is_compiling()
+        or profiler._is_profiler_enabled
+        or torch._C._len_torch_dispatch_stack() > 0
+        or maybe_current_level() is not None
+    )
 
 
 def alike(x: Tensor, *_: Any) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
@@ -460,7 +461,10 @@ def test_on_a_cpu_the_dispatcher_stands_between_only_where_torch_watches() -> No
     assert "fengine::seen" in {event.key for event in recorded.key_averages()}
     with FlopCounterMode(display=False):
         op(torch.zeros(2), Own(3))
-    assert seen == [Own, int, int]
+    assert op(torch.zeros(2, requires_grad=True), Own(3)).requires_grad
+    assert op(FakeTensorMode().from_tensor(torch.zeros(2)), Own(3)).shape == (2,)
+    assert torch.func.vmap(lambda x: op(x, Own(3)))(torch.zeros(1, 2)).tolist() == [[3.0, 3.0]]
+    assert seen == [Own, *[int] * 4]
 
 
 def small_model(
