@@ -19,6 +19,7 @@ from fengine.errors import (
     ContextLengthError,
     InvalidRequestError,
     UnknownParameterError,
+    UnsupportedFeatureError,
 )
 from fengine.tokenizer.chat_ids import Marks
 from fengine.tokenizer.tokenizer_files import read_template
@@ -64,7 +65,12 @@ def _check_parts(content: Any, where: str) -> None:
     if not isinstance(content, list) or not content:
         raise InvalidRequestError(f"{where} must be a string or a list of text parts, got {type(content).__name__}.")
     for i, part in enumerate(content):
-        text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and any(other in kind for other in ("video", "audio", "file")):
+            raise UnsupportedFeatureError(
+                f"not built: {where}[{i}] is a part of type {kind!r:.80}; send text or images."
+            )
+        text = kind == "text" and isinstance(part.get("text"), str)
         if not text and part != {"type": "image"}:
             raise InvalidRequestError(
                 f'{where}[{i}] must be {{"type": "text", "text": str}}; of other parts only images are built.'

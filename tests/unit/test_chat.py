@@ -12,6 +12,7 @@ from fengine.errors import (
     ContextLengthError,
     InvalidRequestError,
     UnknownParameterError,
+    UnsupportedFeatureError,
 )
 from fengine.tokenizer.tokenizer import Tokenizer
 
@@ -197,6 +198,13 @@ def test_bad_messages(made, tmp_path, messages, reason):
     ours, _ = chat_tokenizer(made, tmp_path, CHATML)
     with pytest.raises(InvalidRequestError, match=reason):
         ours.encode_chat(messages)
+
+
+@pytest.mark.parametrize("kind", ["video", "video_url", "input_audio", "file"])
+def test_parts_that_are_not_built_are_named(made, tmp_path, kind):
+    ours, _ = chat_tokenizer(made, tmp_path, CHATML)
+    with pytest.raises(UnsupportedFeatureError, match=f"of type '{kind}'"):
+        ours.encode_chat([{"role": "user", "content": [{"type": kind, kind: {"url": "x"}}]}])
 
 
 def test_nesting_and_length_limits(made, tmp_path):
