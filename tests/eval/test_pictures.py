@@ -1,5 +1,6 @@
 """Rows with images: paths beside the data, hashes in the manifest, the same answers as the engine's call."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ from tiny_vision import picture
 
 from fengine import Engine
 from fengine.eval.commands.evaluate import evaluate
+from fengine.eval.commands.replay import _read_again
+from fengine.eval.runs.answering import Asker
 from fengine.eval.runs.compare import compare_row
 from fengine.eval.runs.index import index_rows
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.task import BadRow
+from fengine.eval.tasks.task import Ask, BadRow
 from fengine.eval.tasks.task_config import Match, TaskConfig, TaskKind, check
 
 TEXT = "user: <image>\nwhat is it?\nassistant: "
@@ -53,6 +56,19 @@ def test_answers_are_those_of_the_engines_call(folder: Path, tmp_path_factory: p
             found[2]["answers"][0]["pixels_sha256"] = "of another picture"
             assert compare_row(json.loads(lines[2]), found[2]).other == ("pixels_sha256",)
             assert "none.png" in found[3]["error"]["message"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_answers_about_images_are_read_again(temperature: float, folder: Path, tmp_path: Path) -> None:
+    model = tiny_vision.write_with_text(tmp_path / "llava")
+    sampling = {"max_new_tokens": 6, "temperature": temperature, "sampling_seed": 3, "ignore_eos": True}
+    with Engine(model_path=str(model), device="cpu", max_total_tokens=4096) as engine:
+        asker, seen = Asker(engine), tuple(str(folder / "of rows" / f"{i}.png") for i in (1, 2))
+        ask = Ask(engine.tokenizer.encode(f"<image> and {TEXT}"), {}, "generate", images=seen)
+        answer, _ = asyncio.run(asker.ask(ask, sampling))
+        found = asyncio.run(_read_again(asker, ask, {"output_ids": answer.token_ids}, sampling))
+    start = 3 if temperature == 0.7 else 0
+    assert found == (answer.token_ids[start:], answer.logprobs[start:], start)
 
 
 def test_a_run_knows_of_images_that_change(folder: Path) -> None:

@@ -5,9 +5,11 @@ are read as one prompt, whose logprobs are compared with those of decoding."""
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fengine.errors import ContextLengthError
 from fengine.eval.commands.layouts import Found
 from fengine.eval.runs.answering import FATAL, Asker, Scored, answer_row, sampling_of
 from fengine.eval.runs.compare import compare_row
@@ -85,7 +87,8 @@ async def _rescored(case: Case, asker: Asker, task: Task, number: int, record: R
         sampling = sampling_of(case.config, ask, row.id, sample)
         part = None
         if ask.kind in DRAWN and answer["output_ids"] and not _edited(sampling):
-            part = await _read_again(asker, ask, answer, sampling)
+            with suppress(ContextLengthError):  # of images: ids do not tell what room they take
+                part = await _read_again(asker, ask, answer, sampling)
         count += part is not None
         found.left_out += part is None
         ids, logprobs, start = ([], [], 0) if part is None else part
@@ -116,13 +119,13 @@ async def _read_again(
         whole = [*prompt, *ids][: asker.max_input]
         if len(whole) <= len(prompt):
             return None
-        output = await asker.read(Scored(whole, len(prompt)), ask if ask.kind == "judge" else None)
-        scored = output["meta_info"]["input_token_logprobs"][1:]
+        output = await asker.read(Scored(whole, len(prompt)), ask)
+        scored = output["meta_info"]["input_token_logprobs"][len(prompt) - len(whole) :]  # images take more before
         return [entry[1] for entry in scored], [entry[0] for entry in scored], 0
     half = len(ids) // 2
     if half == 0 or len(prompt) + half > asker.max_input:
         return None
     rest = {name: value for name, value in sampling.items() if name not in STOPS}
     rest |= {"max_new_tokens": len(ids) - half, "ignore_eos": True}
-    again, _ = await asker.ask(replace(ask, prompt=[*prompt, *ids[:half]], images=()), rest)
+    again, _ = await asker.ask(replace(ask, prompt=[*prompt, *ids[:half]]), rest)
     return again.token_ids, again.logprobs, half

@@ -108,10 +108,11 @@ class Asker:
         shown = meta.get("pixels_sha256")
         return Answer(output.get("text", ""), output["output_ids"], logprobs, meta["finish_reason"], top, shown), [meta]
 
-    async def read(self, part: Scored, judge: Ask | None = None) -> dict[str, Any]:
-        """The engine's output for ids that are only read; those scored are `input_token_logprobs` from its second.
-        `judge`: whose adapter reads them, in place of the run's."""
-        options = self._options | ({} if judge is None else {"lora_path": judge.adapter})
+    async def read(self, part: Scored, ask: Ask | None = None) -> dict[str, Any]:
+        """The engine's output for ids that are only read; those scored are the last of `input_token_logprobs`. `ask`:
+        whose prompt they begin with, its images in it; a judge's adapter reads them in place of the run's."""
+        options = self._options | ({"lora_path": ask.adapter} if ask and ask.kind == "judge" else {})
+        options |= {"image_data": list(ask.images)} if ask and ask.images else {}
         return await self.engine.async_generate(
             input_ids=part.ids, sampling_params=NO_NEW_TOKENS, logprob_start_len=part.start - 1, **options
         )
