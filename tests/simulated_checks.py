@@ -148,8 +148,10 @@ class Checks:
         if rows.cache is not None:
             hit = rows.cache.match_length(request.token_ids, min(known - 1, prefix_limit(request)), request.salts)
         need = -(-known // rows.page_size) - hit // rows.page_size
-        if rows.pool.windowed:
-            return not hit and rows.admits(need)  # a hit takes window pages, too
+        if isinstance(rows.pool, WindowPages):
+            windows = min(self._spare(), self._spare_windows(rows.pool))
+            held = need <= self._spare() and min(need, self._most_windows(rows.pool)) <= windows
+            return not hit and (held or not rows.num_running)  # a hit takes window pages, too
         # a hit's idle pages are counted as available, and are taken by the hit
         idle = self._idle(request, hit // rows.page_size)
         return not rows.num_running or need <= self._spare() - idle
@@ -162,10 +164,14 @@ class Checks:
 
     def _spare_windows(self, pool: WindowPages) -> int:
         """Window pages beyond one for each row, and what running prompts will take at once."""
-        rows, windows = self.rows, pool.windows
-        most = -(-(windows.window + windows.grain) // rows.page_size) + 3 + windows.step_tokens // rows.page_size
+        rows, most = self.rows, self._most_windows(pool)
         due = sum(min(-(-len(r.token_ids) // rows.page_size) - len(r.pages), most) for r in rows.prompting)
         return pool.num_windows - rows.num_running - due
+
+    def _most_windows(self, pool: WindowPages) -> int:
+        """That a row may need at once."""
+        windows, size = pool.windows, self.rows.page_size
+        return -(-(windows.window + windows.grain) // size) + 3 + windows.step_tokens // size
 
     def _spare(self) -> int:
         """Pages beyond one for each row, and what running prompts will take."""

@@ -119,7 +119,7 @@ def version_spans(request: Request, count: int) -> list[dict[str, Any]]:
     for (version, start), end in zip(request.versions, ends, strict=True):
         end = min(end, count)
         if spans and spans[-1]["version"] == version:
-            spans[-1]["end"] = max(end, spans[-1]["end"])
+            spans[-1]["end"] = end
         elif start < end or not spans:
             spans.append({"version": version, "start": start, "end": end})
     return spans

@@ -106,7 +106,7 @@ class DrawLimits:
             logits[:, self.allowed] = kept
         drawn = params[0]["__req__"].output_ids
         for ids in self.barred:
-            if drawn[max(0, len(drawn) - len(ids) + 1) :] == ids[:-1]:
+            if drawn[len(drawn) - len(ids) + 1 :] == ids[:-1]:
                 logits[:, ids[-1]] = -math.inf
         return logits
 

@@ -53,7 +53,7 @@ class NgramIndex:
             else:
                 before.append(latest.get(run, 0))
                 latest[run] = end
-        self._run, self.num_indexed = run, max(count, self.num_indexed)
+        self._run, self.num_indexed = run, count
 
     def match(self, ids: Sequence[int]) -> Match | None:
         """The longest earlier copy of the end of `ids`, all of which is indexed; of equally long ones the latest.

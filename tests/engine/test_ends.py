@@ -69,10 +69,10 @@ def test_an_exception_thrown_into_a_thread_answers_everybody(which: int, error: 
             core.inbox.ring() if which == 0 else core.requests.steps.put(([], []))
 
         assert all(isinstance(found, EngineDeadError) for found in all_waiting(engine, kill))
-        with pytest.raises(EngineDeadError):
-            engine.generate(input_ids=[1])
-        with pytest.raises(EngineDeadError):
-            engine.flush_cache()
+        for call in (lambda: engine.generate(input_ids=[1]), engine.flush_cache):
+            with pytest.raises(EngineDeadError) as told:
+                call()
+            assert isinstance(told.value.__cause__, error)
         finish(engine)
 
 

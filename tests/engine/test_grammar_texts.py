@@ -529,6 +529,7 @@ BAD = [
     ("regex", "[", "unterminated"),
     ("regex", "(" * 5000 + ")" * 5000, "regular expression"),
     ("regex", ".{1,1000000}", "repeats 1000000 times"),
+    ("regex", "((a{100}){2}b?){3000}", "repeats 600000 times in all"),
     ("regex", r"a\b", "anchor"),
     ("regex", "[^\\s\\S]", "no character"),
     ("regex", "a" * 20_000, "more than the limit"),

@@ -195,6 +195,22 @@ def test_graphs_that_cannot_be_captured_again_leave_the_engine_refusing(
         assert ask(engine) == before
 
 
+def test_graphs_are_captured_when_they_are_asked_for_and_all_is_there(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, before = list[bool](), ask(engine)
+    assert engine.begin_weight_update().success and engine.end_weight_update().success  # of nothing
+    monkeypatch.setattr(engine._parts.memory.device, "capture", lambda: captured.append(True))
+    for order in (["weights", "kv_cache", "cuda_graph"], ["cuda_graph", "kv_cache", "weights"]):
+        engine.release_memory_occupation()
+        for count, tag in enumerate(order):
+            assert len(captured) == 0
+            engine.resume_memory_occupation([tag])
+            assert len(captured) == (count == 2)
+        captured.clear()
+        assert ask(engine) == before
+
+
 def test_shutdown_while_released(checkpoint: Path) -> None:
     with start(checkpoint) as engine:
         engine.release_memory_occupation()

@@ -79,6 +79,10 @@ def test_a_classifier_gives_its_logits() -> None:
     powers = [math.exp(value) for value in (1.0, -3.0, 0.5)]
     assert soft[0] == pytest.approx([power / sum(powers) for power in powers])
     assert soft.pooled_hidden_states == [[0.25] * 4]
+    aborted = {"meta_info": {"prompt_tokens": 6, "finish_reason": {"type": "abort"}}}
+    for parts in ([heads[0] | aborted], hidden), (heads, [hidden[0] | aborted]):
+        with pytest.raises(AbortedError):
+            scoring(generates=False, return_pooled_hidden_states=True).result(*parts)
 
 
 def test_what_generate_is_asked() -> None:

@@ -13,7 +13,7 @@ from fengine.api.sessions import Sessions, Turn
 from fengine.core.request import Request
 from fengine.engine.request_state import RequestOutput, RequestState
 from fengine.engine.threads import Threads
-from fengine.errors import FengineError, InvalidRequestError, SessionError
+from fengine.errors import FengineError, InvalidRequestError, MemoryReleasedError, SessionError
 
 BOS = 1
 
@@ -371,6 +371,10 @@ def test_a_replacement_that_cannot_be_queued_replaces_nothing(engine: Engine) ->
     assert last["output_ids"] == expected([5, *first["output_ids"], 6], 6)
     *_, last = taken
     assert last["output_ids"] == expected([9], 6)
+    engine._parts.core.refuse({"weights": "released"})
+    with pytest.raises(MemoryReleasedError):
+        ask(engine, [7], {"id": sid, "rid": "first", "replace": True})
+    engine._parts.core.allow("weights")
     more = ask(engine, [8], {"id": sid, "rid": "running"})
     assert more["meta_info"]["prompt_tokens"] == 15
 

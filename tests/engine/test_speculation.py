@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from checksum import VOCAB, checksum_engine, expected
 from hypothesis import given, settings
@@ -16,9 +17,12 @@ from fengine import Engine
 from fengine.api.server_args import ServerArgs
 from fengine.config import Algorithm, EngineConfig, Hardware, SpeculationConfig, resolve
 from fengine.core.request import Drafting, Request, SamplingParams
+from fengine.core.scheduler_output import Drafts, SchedulerOutput, Scores, StepOutput
 from fengine.core.speculation import Ask, Proposer, drafting_of
 from fengine.core.step_trace import StepRecord
-from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.engine import readout
+from fengine.engine.request_state import RequestState
+from fengine.errors import ConfigError, GrammarError, UnsupportedFeatureError
 from fengine.speculative import ngram
 from fengine.speculative.ngram import CANDIDATES, PATIENCE, REST, NgramIndex, Trust, follow, ngram_proposer
 from fengine.worker.input_batch import InputBatch
@@ -103,17 +107,18 @@ def test_random_tokens_cost_few_drafts() -> None:
     assert 5 < drafts < 60
 
 
-def test_who_repeats_nothing_is_looked_at_ever_less_often_until_it_does() -> None:
+@pytest.mark.parametrize("skip", [0, 1])
+def test_who_repeats_nothing_is_looked_at_ever_less_often_until_it_does(skip: int) -> None:
     request, propose, asks = request_of(list(range(1000, 1100))), ngram_proposer(2, 12), []
     assert request.drafting is not None
     for known in range(101, 301):
         request.token_ids.append(known)
-        if known - 1 >= request.drafting.rest_until:
+        if known - 1 + skip >= request.drafting.rest_until:
             asks.append(known)
-            assert propose([ask(request, 15)]) == [[]]
+            assert propose([ask(request, 15, skip)]) == [[]]
     assert asks[:8] == list(range(101, 109)) and asks[-1] - asks[-2] == 1 + REST and 35 < len(asks) < 45
     request.token_ids += range(1000, 1010)  # a copy: the next look, at most REST tokens later, finds it
-    assert propose([ask(request, 15)]) == [list(range(1010, 1025))]
+    assert propose([ask(request, 15, skip)]) == [list(range(1010 + skip, 1025 + skip))]
 
 
 # -- the scheduler, against the hash device ---------------------------------------------------------------------------
@@ -240,6 +245,17 @@ def test_rows_with_edits_and_more_logprobs_speculate_and_keep_their_answers() ->
             assert not plain or output["meta_info"]["spec_num_correct_drafts"] > 5
             found = output["meta_info"].get("output_top_logprobs", [])
             assert [len(entry) for entry in found] == [asked] * (30 if asked else 0)
+
+
+def test_a_guess_behind_which_nothing_can_be_drawn_tells_no_logprobs() -> None:
+    params = SamplingParams(return_logprob=True, top_logprobs=1)
+    request = Request("r", 2, [5, 6], params, 0, 9, frozenset())
+    state = RequestState(request, None, False, print)
+    step = SchedulerOutput(0, rows=[0], samples=[True], drafts=[Drafts(0, [7, 8])], requests=[request])
+    tops = Scores(np.zeros((3, 0)), np.array([[-1.0], [-2.0], [-3.0]]), np.array([[7], [8], [9]]))
+    out = StepOutput([7, 8, 9], [-1.0, float("nan"), -3.0], {1: GrammarError("stuck")}, tops)
+    assert readout.record({"r": state}, step, out, lambda pooled: pooled) == {}
+    assert out.tokens == [7, -1, 9] and state.fault is None and state.output_top == [[(-1.0, 7)]]
 
 
 def test_the_keys_of_meta_info_add_up() -> None:

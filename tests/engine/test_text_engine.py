@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from loops import in_loop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine as sgl
+from fengine.api.io_struct import GenerateReqInput
+from fengine.api.streams import Stream
 from fengine.core.request import Request, SamplingParams
 from fengine.engine.request_state import RequestState
 from fengine.tokenizer.detokenizer import Detokenizer
@@ -145,3 +148,14 @@ def test_a_stream_shows_no_token_behind_a_stop_string(llm: sgl.Engine) -> None:
     assert state.output.finish == {"type": "stop", "matched": " two"}
     assert [text for text, _ in seen] == ["", "one"] and 0 < seen[-1][1] < len(answer)
     assert " two" in llm.tokenizer.decode(answer[: seen[-1][1]])
+
+
+def test_a_stream_whose_chunks_wait_ends_where_its_text_does(llm: sgl.Engine) -> None:
+    """However late its next chunk may come, what may end a request in its text is read with every step."""
+    sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+    stop = llm.generate("Once", sampling | {"max_new_tokens": 30})["text"][-6:]  # type: ignore[call-overload]
+    asked = GenerateReqInput("Once", sampling | {"stop": stop}, stream=True)
+    collector = llm.submit(asked, deltas=True, pace=lambda: math.inf)
+    *_, last = Stream(collector, llm)
+    assert last["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert collector.states[0].request.num_output < 200

@@ -315,6 +315,11 @@ def test_sessions_begin_and_end_once(shared: Engine) -> None:
     assert shared.begin_weight_update(selector="all").success
     assert not shared.begin_weight_update().success
     assert shared.end_weight_update().success
+    assert shared.begin_weight_update().success
+    for name in ("nowhere", "elsewhere"):
+        assert not shared.update_weights_from_tensor([(name, torch.ones(1))]).success
+    told = shared.end_weight_update()
+    assert not told.success and "'nowhere'" in told.message and "elsewhere" not in told.message
     with pytest.raises(UnsupportedFeatureError, match="draft"):
         shared.begin_weight_update("draft")
     with pytest.raises(InvalidRequestError, match="selector"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fengine.errors import StorageError
+from fengine.errors import ResumeMismatchError, StorageError
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import RowIndex, reopen
 from fengine.eval.runs.journal import Damage, Entry, Journal, encode, header, read_at, scan
@@ -235,8 +235,19 @@ def line(index: int, ok: bool = True, key: int = 10) -> bytes:
         (header("mine") + line(0) + line(1, key=90) + line(2), [2, 0, 2], 0, 1),
         (header("mine") + line(0) + line(1)[:-1] + b"x" + line(2), [2, 2, 2], 0, 1),
         (line(2)[:20] + header("mine") + line(2) + line(0)[:9], [0, 0, 2], 0, 1),
+        (header("mine") + line(0) + b"x\n" + line(1)[:9], [2, 0, 0], 0, 1),
     ],
-    ids=["none", "torn head", "no newline", "good", "torn row", "another row", "no newline between", "damaged head"],
+    ids=[
+        "none",
+        "torn head",
+        "no newline",
+        "good",
+        "torn row",
+        "another row",
+        "no newline between",
+        "damaged head",
+        "damage and a torn row",
+    ],
 )
 def test_a_journal_that_was_reopened_is_good(
     data: bytes, known: list[int], notes: int, warnings: int, tmp_path: Path
@@ -255,3 +266,11 @@ def test_a_journal_that_was_reopened_is_good(
             map(bool, known)
         )
         assert len(list(folder.path.glob("journal.damaged-*"))) == warnings
+
+
+def test_a_journal_of_two_runs_is_neither_ones(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        for others in ("other", "mine"), ("mine", "other"):
+            (folder.path / "journal.log").write_bytes(b"".join(map(header, others)) + line(0))
+            with pytest.raises(ResumeMismatchError, match="another run"):
+                reopen(folder, RowIndex(array("Q", [10]), ""), "mine", print, print)

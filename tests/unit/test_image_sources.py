@@ -75,7 +75,7 @@ def test_modes_become_rgb(sources: Sources) -> None:
     assert np.array_equal(sources.pixels(encoded(kind="WEBP", lossless=True)), PIXELS)
 
 
-def test_hostile_files_are_refused_and_the_next_one_is_read(sources: Sources) -> None:
+def test_hostile_files_are_refused_and_the_next_one_is_read(sources: Sources, tmp_path: Path) -> None:
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
@@ -95,6 +95,9 @@ def test_hostile_files_are_refused_and_the_next_one_is_read(sources: Sources) ->
         with pytest.raises(InvalidRequestError, match=why):
             sources.pixels(data)
         assert np.array_equal(sources.pixels(encoded()), PIXELS)
+    (tmp_path / "large.png").write_bytes(encoded() + bytes(1 << 20))  # a picture, and more
+    with pytest.raises(InvalidRequestError, match="max_image_mib = 1"):
+        sources.pixels(tmp_path / "large.png")
 
 
 @pytest.mark.parametrize(
@@ -137,9 +140,12 @@ def test_paths_over_http_stay_in_their_folder(tmp_path: Path) -> None:
     for path in (inside / "a.png", outside):
         path.write_bytes(encoded())
     (inside / "link.png").symlink_to(outside)
+    beside = tmp_path / "shared too" / "a.png"
+    beside.parent.mkdir()
+    beside.write_bytes(encoded())
     sources = Sources(MultimodalConfig(image_folder=str(inside)))
     assert np.array_equal(sources.pixels(str(inside / "a.png"), inside=True), PIXELS)
-    for path in (outside, inside / "link.png", inside / ".." / "secret.png"):
+    for path in (outside, inside / "link.png", inside / ".." / "secret.png", beside):
         with pytest.raises(InvalidRequestError, match="not below image_folder"):
             sources.pixels(path.as_uri(), inside=True)
     with pytest.raises(InvalidRequestError, match="not read over HTTP"):
@@ -160,6 +166,19 @@ def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
     assert decoder.decode(encoded()).shape == (5, 7, 3)
     decoder.close()
     assert process.poll() is not None
+
+
+def test_a_process_that_is_killed_as_it_answers_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, ended = Decoder(10_000, patience=0.01), list[Any]()
+
+    def late(process: Any, data: bytes) -> np.ndarray:
+        process.wait()
+        ended.append(process)
+        return PIXELS
+
+    monkeypatch.setattr("fengine.multimodal.decoder._exchange", late)
+    assert decoder.decode(b"") is PIXELS and decoder._process is None
+    assert ended[0].stdin.closed and ended[0].stdout.closed
 
 
 def test_an_answer_that_was_not_read_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,9 @@ def test_what_is_still_needed_of_a_prompt() -> None:
     assert needs(SamplingParams(logprob_start=5)) == (5, 6)  # the only one needs no hidden state
     assert [needs(SamplingParams(pool="cls"), num_seen=n)[1] for n in (0, 1)] == [0, 6]
     assert [needs(SamplingParams(pool="mean"), num_seen=n)[1] for n in (0, 4)] == [0, 4]
+    full = SamplingParams(hidden="full")  # of tokens that were computed, not of those that a first hit brought
+    assert [needs(full, num_cached=3, num_seen=n, num_preempted=1)[1] for n in (0, 4)] == [3, 4]
+    assert needs(full, num_cached=3)[1] == 6
 
 
 class Text(str):

@@ -170,6 +170,12 @@ def test_pages_that_somebody_holds_are_not_replaced() -> None:
     check_windows(pool, [[], new], cache)
 
 
+def test_a_long_prompt_is_due_no_more_windows_than_it_needs_at_once() -> None:
+    pool, _ = make(SMALL._replace(num_pages=40), 400)
+    assert pool.spare([4, 300], 2) == 39 - 2 - 4 - 10 and pool.spare([4, 394], 2) == 399 - 2 - 4 - 394
+    assert pool.fits(300, [4], 1) and pool.fits(90, [4, 300], 2) and not pool.fits(10, [10, 10], 10)
+
+
 def test_nobody_leaves_a_page_behind_twice() -> None:
     pool, _ = make()
     pages = pool.allocate(2)
