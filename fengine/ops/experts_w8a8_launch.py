@@ -10,7 +10,7 @@ from fengine.ops.ahead import launcher
 from fengine.ops.experts_w8a8_hopper import quantize_tiles_kernel
 from fengine.ops.experts_w8a8_kernels import w8a8_experts_kernel
 from fengine.ops.linear_launch import cdiv
-from fengine.ops.registration import MIDDLE, dependent_launch, row_warps, shared_memory
+from fengine.ops.registration import MIDDLE, dependent_launch, row_warps, stages_that_fit
 from fengine.ops.w8a8 import tree_of
 from fengine.ops.w8a8_hopper import Tiles
 from fengine.ops.w8a8_launch import Schedule
@@ -80,11 +80,9 @@ def launch(x: Tensor, w: Product, lists: tuple[Tensor, ...], top_k: int, y: Tens
             half or not w.gated,
         )  # fmt: skip
         return
-    (e, t), (n, k), stages = lists[0].shape, (y.shape[1], x.shape[1]), s.stages
+    (e, t), (n, k) = lists[0].shape, (y.shape[1], x.shape[1])
     q, x_scale = e4m3.launch(x, w.step if w.by_step else k)
-    if x.is_cuda:
-        per_stage = (s.block_m + s.block_n * (1 + w.gated)) * w.step
-        stages = max(1, min(stages, shared_memory(x.device.index) // per_stage))
+    stages = stages_that_fit(x, s.stages, (s.block_m + s.block_n * (1 + w.gated)) * w.step)
     launcher(w8a8_experts_kernel, (len(lists[2]) * cdiv(n, s.block_n),))(
         q.view(torch.float8_e4m3fn), x_scale, packed, w.scale, w.bias, *lists, y, t, e, n, k, x_scale.shape[1],
         w.limit, top_k, w.gated, w.bias is not None, w.limit > 0, s.block_m, s.block_n, s.swap, w.step, w.by_step,

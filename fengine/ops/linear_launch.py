@@ -18,7 +18,7 @@ from fengine.ops.registration import (
     dependent_launch,
     multiprocessors,
     plain,
-    shared_memory,
+    stages_that_fit,
     triton,
 )
 
@@ -175,16 +175,14 @@ def run(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: to
     if s.hopper:
         linear_hopper.launch(x_TK, w_NK, bias_N, y_TN, gated, act, s.block_m, s.block_n, s.stages)
         return y_TN
-    stages = s.stages
-    if x_TK.is_cuda:
-        per_stage = (s.block_m + s.block_n * (1 + gated)) * s.block_k * x_TK.element_size()
-        stages = max(1, min(stages, shared_memory(x_TK.device.index) // per_stage))
+    per_stage = (s.block_m + s.block_n * (1 + gated)) * s.block_k * x_TK.element_size()
     grid = (triton.cdiv(m, s.block_m) * triton.cdiv(n, s.block_n),)
     ahead = s.ahead if s.ahead <= k and k % 8 == 0 else 0  # the copy engine wants 16-byte aligned rows
     launcher(linear_kernel, grid)(
         x_TK, w_NK, bias_N, y_TN, m, n, k, s.block_m, s.block_n, s.block_k, s.swap, 8, bias_N is not None,
         m < s.block_m, k % s.block_k == 0, gated, act, ahead, max(32 * s.warps // s.block_n, 1),
-        num_warps=s.warps, num_stages=stages, **dependent_launch(x_TK.device.index, s.trigger)
+        num_warps=s.warps, num_stages=stages_that_fit(x_TK, s.stages, per_stage),
+        **dependent_launch(x_TK.device.index, s.trigger),
     )  # fmt: skip
     return y_TN
 
@@ -208,14 +206,11 @@ def is_proved(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dty
         x_XTK = random_rows(m, k, n, x_TK)
         want = [run(plain(x), w_NK, n * (1 + gated), bias_N, out_dtype, REFERENCE) for x in x_XTK]
         want_XTN = torch.stack([activations.launch(y, act) for y in want] if gated else want)
-        try:
-            return same_bits(
-                want_XTN, lambda: torch.stack([run(plain(x), w_NK, n, bias_N, out_dtype, s, gated, act) for x in x_XTK])
-            )
-        except Exception:
-            if s.hopper:  # an experimental compiler: whatever it says, the schedule is not for this machine
-                return False
-            raise
+
+        def tried() -> Tensor:
+            return torch.stack([run(plain(x), w_NK, n, bias_N, out_dtype, s, gated, act) for x in x_XTK])
+
+        return same_bits(want_XTN, tried, s.hopper)
 
     key = f"linear {x_TK.dtype} {out_dtype} {bias_N is not None} {gated} {act} {m}x{n}x{k} {tuple(s)}"
     return proved(x_TK.device, key, compare)

@@ -165,6 +165,11 @@ def shared_memory(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
+def stages_that_fit(x: Tensor, stages: int, per_stage: int) -> int:
+    """At most `stages`, as many as find room in shared memory with so many bytes each. Pure."""
+    return max(1, min(stages, shared_memory(x.device.index) // per_stage)) if x.is_cuda else stages
+
+
 @cache
 def multiprocessors(device: int) -> int:
     """Number of multiprocessors of CUDA device `device`."""

@@ -10,7 +10,7 @@ from fengine.ops.ahead import launcher
 from fengine.ops.fp8_kernels import w8a8_kernel
 from fengine.ops.linear_launch import cdiv
 from fengine.ops.proof import proved, random_rows, same_bits
-from fengine.ops.registration import EARLY, dependent_launch, shared_memory
+from fengine.ops.registration import EARLY, dependent_launch, stages_that_fit
 from fengine.ops.w8a8_hopper import Tiles
 
 
@@ -109,10 +109,7 @@ def run(
         w8a8_hopper.launch(q_TK.view(torch.float8_e4m3fn), x_scale, packed.view(torch.float8_e4m3fn), scale, bias_N,
                            y_TN, s, act is not None, act or 0)  # fmt: skip
         return y_TN
-    stages = s.stages
-    if q_TK.is_cuda:
-        per_stage = (s.block_m + s.block_n) * step
-        stages = max(1, min(stages, shared_memory(q_TK.device.index) // per_stage))
+    stages = stages_that_fit(q_TK, s.stages, (s.block_m + s.block_n) * step)
     launcher(w8a8_kernel, (cdiv(m, s.block_m) * cdiv(n, s.block_n),))(
         q_TK.view(torch.float8_e4m3fn), x_scale, packed.view(torch.float8_e4m3fn), scale, bias_N, y_TN, m, n, k,
         s.block_m, s.block_n, step, by_step, s.swap, 8, bias_N is not None, m < s.block_m, k % step == 0,
@@ -135,14 +132,11 @@ def is_proved(
         rows = [e4m3.launch(x, matrix.step if matrix.by_step else k) for x in x_XTK]
         want = [run(*each, matrix, bias_N, out_dtype, REFERENCE) for each in rows]
         want_XTN = torch.stack(want if act is None else [activations.launch(y, act) for y in want])
-        try:
-            return same_bits(
-                want_XTN, lambda: torch.stack([run(*each, matrix, bias_N, out_dtype, s, act) for each in rows])
-            )
-        except Exception:
-            if isinstance(s, Tiles):  # an experimental compiler: whatever it says, the schedule is not for this machine
-                return False
-            raise
+
+        def tried() -> Tensor:
+            return torch.stack([run(*each, matrix, bias_N, out_dtype, s, act) for each in rows])
+
+        return same_bits(want_XTN, tried, isinstance(s, Tiles))
 
     key = f"w8a8 {out_dtype} {bias_N is not None} {matrix.step} {matrix.by_step} {m}x{matrix.n}x{k} {tuple(s)}"
     return proved(q_TK.device, key if act is None else f"{key} gated {act}", compare)

@@ -13,6 +13,7 @@ from fengine.core.sampling_params import PARAMETERS, SamplingParams
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli.schema import Schema
 from fengine.eval.tasks import task_config
+from fengine.eval.tasks.judge import Tuples, held
 from fengine.eval.tasks.task_config import Format, Match, TaskConfig
 from fengine.tokenizer.stop_regex import compile_patterns
 
@@ -56,14 +57,8 @@ _Sampling: Any = make_dataclass("_Sampling", _sampling_fields(), frozen=True)
 
 
 @dataclass(frozen=True)
-class SamplingConfig(_Sampling):
+class SamplingConfig(Tuples, _Sampling):
     """The engine's sampling parameters as a caller writes them: temperature 0 is greedy, top_k None is off."""
-
-    def __post_init__(self) -> None:
-        """OmegaConf gives lists for tuples."""
-        for f in fields(self):
-            if isinstance(value := getattr(self, f.name), list):
-                object.__setattr__(self, f.name, tuple(value))
 
     def as_dict(self) -> dict[str, Any]:
         """The mapping that `Engine.generate` takes. Pure."""
@@ -177,7 +172,7 @@ def is_prompt(text: str) -> bool:
 def check_run(config: RunConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
     prompts, bare = config.prompts, config.engine.model.skip_tokenizer_init
-    return _check_shared(config) + _held({
+    return _check_shared(config) + held({
         "out must name a file; leave it out for output.jsonl in the run's own directory": _blank(config.out),
         f"prompts must be a list or a file's name, got {prompts!r:.80}": not isinstance(prompts, str | list | None),
         "prompts is empty; leave it out to run the built-in prompts": prompts in ("", []),
@@ -189,7 +184,7 @@ def check(config: EvalConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
     seconds, rows = config.journal.sync_seconds, config.journal.sync_rows
     model, top = config.engine.model, config.top_logprobs
-    problems = _held({
+    problems = held({
         f"journal.sync_seconds must be at least 0, got {seconds}": not 0 <= seconds < float("inf"),
         f"journal.sync_rows must be at least 1, got {rows}": rows < 1,
         f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {top}": not 0 <= top <= MAX_TOP_LOGPROBS,
@@ -217,10 +212,6 @@ def check_judge(config: EvalConfig) -> list[str]:
         return [*problems, f"task.judge.sampling must be a JSON object, got {judge.sampling!r:.80}"]
     strange = [name for name in judge.parameters if name not in names]
     return problems + [f"task.judge.sampling has no {name!r}; there are {', '.join(names)}" for name in strange]
-
-
-def _held(problems: dict[str, bool]) -> list[str]:
-    return [problem for problem, holds in problems.items() if holds]
 
 
 def _blank(text: str | None) -> bool:

@@ -26,8 +26,27 @@ RESPONSE = "response"  # the name of the answer in a judge's template
 FIGURES = ("judge", "rating", "judged")
 
 
+class Tuples:
+    """A dataclass whose fields get tuples where OmegaConf gives lists."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+
+
+def held(problems: dict[str, bool], name: str = "", pattern: str | None = None) -> list[str]:
+    """The problems that are, and what is wrong with the regular expression of the setting `name`. Pure."""
+    found = [problem for problem, holds in problems.items() if holds]
+    try:
+        Extractor(pattern or "")
+    except FengineError as error:
+        found.append(f"{name}: {error}")
+    return found
+
+
 @dataclass(frozen=True)
-class JudgeConfig:
+class JudgeConfig(Tuples):
     """The run's own model judges each answer: what it is asked, and how its verdict is read."""
 
     prompt: str | None = None  # a template of the row's columns and {response}, the answer; None: no judge
@@ -39,12 +58,6 @@ class JudgeConfig:
     system: str | None = None  # the judge's system message; that of the run is not shown to it
     sampling: str | None = None  # the judge's parameters, a JSON object; the rest is not the run's; temperature 0
     adapter: str | None = None  # the LoRA adapter that judges, of lora.paths; None: the model itself
-
-    def __post_init__(self) -> None:
-        """OmegaConf gives lists for tuples."""
-        for name in ("choices", "scale"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else tuple(value))
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -75,12 +88,7 @@ def check(config: JudgeConfig) -> list[str]:
             and len({*scale}) != 2 or len(scale) > 2,
         "task.judge.system is for task.judge.chat=true": config.system is not None and not config.chat,
     }  # fmt: skip
-    found = [problem for problem, holds in problems.items() if holds]
-    try:
-        Extractor(config.extract or "")
-    except FengineError as error:
-        found.append(f"task.judge.extract: {error}")
-    return found
+    return held(problems, "task.judge.extract", config.extract)
 
 
 def _alike(choices: Iterable[str]) -> bool:

@@ -6,10 +6,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from fengine.errors import ConfigError, FengineError
+from fengine.errors import ConfigError
 from fengine.eval.tasks import judge
-from fengine.eval.tasks.judge import JudgeConfig
-from fengine.eval.tasks.scoring import NORMAL_FORMS, Extractor
+from fengine.eval.tasks.judge import JudgeConfig, Tuples
+from fengine.eval.tasks.scoring import NORMAL_FORMS
 
 
 class TaskKind(Enum):
@@ -49,7 +49,7 @@ MAX_SAMPLES = 10_000  # answers of one row: they are one line of outputs.jsonl
 
 
 @dataclass(frozen=True)
-class TaskConfig:
+class TaskConfig(Tuples):
     """One task. Columns are named as in the data; `a.b` reaches into an object."""
 
     name: str = "???"
@@ -83,22 +83,11 @@ class TaskConfig:
     choices: str = "choices"  # the column of the list of choices
     delimiter: str = " "  # stands between the prompt and a choice; not counted by acc_norm
 
-    def __post_init__(self) -> None:
-        """OmegaConf gives lists for tuples."""
-        for name in ("stop", "normal_form", "prompts"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else tuple(value))
-
 
 def check(config: TaskConfig) -> list[str]:
     """Every problem that can be seen without reading the data, one line each. Pure."""
     problems = {**_data(config), **_kind(config), **_shots(config), **_bounds(config)}
-    found = [problem for problem, holds in problems.items() if holds] + judge.check(config.judge)
-    try:
-        Extractor(config.extract or "")
-    except FengineError as error:
-        found.append(f"task.extract: {error}")
-    return found
+    return judge.held(problems, "task.extract", config.extract) + judge.check(config.judge)
 
 
 def _data(config: TaskConfig) -> dict[str, bool]:
