@@ -54,7 +54,6 @@ OPTIONS = ("unit/test_request.py", "engine/test_server_args.py", "engine/test_ap
 DRAFTS = ("unit/test_pace.py", "engine/test_draft.py", "engine/test_drafts_beside.py", "engine/test_speculation.py")
 BESIDE = {  # by how the name of a file begins: the first that fits
     "core/sampling_params": OPTIONS, "core/parameter_kinds": OPTIONS, "core/scalars": OPTIONS,
-    "core/foreign": ("unit/test_request.py", "engine/test_plain.py", "engine/test_api_calls.py"),
     "core/plain": ("engine/test_plain.py",), "core/recording": ("engine/test_recording.py",),
     "core/step_trace": ("unit/test_steps.py", "engine/test_speculation.py", "eval/test_trace.py"),
     "core/speculation": ("engine/test_speculation.py", "unit/test_scheduler.py"),
@@ -68,7 +67,7 @@ BESIDE = {  # by how the name of a file begins: the first that fits
     "speculative": DRAFTS,
     "worker": ("engine/test_engine.py", "engine/test_lora.py", "engine/test_extended.py", "engine/test_speculation.py"),
 }  # fmt: skip
-ALONE = ("eval", "core/recording", "core/sampling", "core/parameter", "core/foreign", "core/plain", "core/scalars")
+ALONE = ("eval", "core/recording", "core/sampling", "core/parameter", "core/plain", "core/scalars")
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,

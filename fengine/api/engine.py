@@ -32,7 +32,7 @@ from fengine.engine.build import build
 from fengine.engine.parts import Parts
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammars
-from fengine.tokenizer.token_texts import token_texts
+from fengine.tokenizer.detokenizer import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.generation_config import read_sampling_defaults
 

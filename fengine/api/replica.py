@@ -23,7 +23,7 @@ from fengine.errors import FengineError
 from fengine.lora.shared import Replicated
 from fengine.structured_output.backend import Grammars, Source
 from fengine.structured_output.schema import Whitespace
-from fengine.tokenizer.token_texts import token_texts
+from fengine.tokenizer.detokenizer import token_texts
 
 
 class Files:

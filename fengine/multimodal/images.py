@@ -4,10 +4,12 @@ through transformers' own processor of the checkpoint, each image by itself, and
 import hashlib
 import os
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,6 @@ from fengine.errors import EngineClosedError, FengineError, InvalidRequestError,
 from fengine.models import lookup
 from fengine.models.spec import ModelSpec, VisionSpec
 from fengine.models.vision_family import Vision
-from fengine.multimodal.processor import load_processor
 from fengine.multimodal.sources import Sources, pillow
 
 READERS = 8  # images of a call that are read at a time
@@ -208,3 +209,19 @@ def spans_in(ids: Sequence[int], token: int, pieces: Sequence[Image]) -> list[Im
         spans.append(ImageSpan(at, piece))
         at += piece.tokens
     return spans
+
+
+def load_processor(directory: Path) -> Any:
+    """Errors: ModelLoadError."""
+    from transformers import AutoImageProcessor  # half a second that models for text need not wait
+
+    newer = find_spec("transformers.image_processing_backends") is not None
+    how: dict[str, Any] = {"backend": "pil"} if newer else {"use_fast": False}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return AutoImageProcessor.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False, **how
+            )
+    except Exception as error:  # whatever its code raises over a file
+        raise ModelLoadError(f"{directory} has no image processor: {str(error)[:500]}") from error

@@ -1,8 +1,10 @@
-"""Ranks of a group: how a model is shared among processes, and how they find one another. See `ops/columns.py`."""
+"""Ranks of a group: how a model is shared among processes, and how they find one another. See `ops/columns.py`.
+And memory of a GPU that other processes of its host write to, by the driver's handles (CUDA IPC); no multicast."""
 
+import ctypes
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +21,8 @@ from fengine.models.spec import ModelSpec
 from fengine.models.weights import VOCAB_BLOCK
 from fengine.ops import edges, peers
 from fengine.ops.columns import Group, distributed, share
-from fengine.ops.copy_engines import Dock, Memory, dock_bytes
+from fengine.ops.copy_engines import Dock, Memory, dock_bytes, driver
 from fengine.ops.exchange import Mail, inbox_bytes
-from fengine.worker.peer_memory import inboxes
 from fengine.worker.step import Sampled, SampleFn, UnembedFn, sample_rows
 from fengine.worker.step_input import LogitsStage, StepInput
 
@@ -199,3 +200,46 @@ def checksum(step: StepInput) -> int:
     for name in filter(step.arrays.__contains__, names):
         digest = zlib.crc32(step.arrays[name].tobytes(), digest)
     return digest
+
+
+HANDLE = 64  # bytes of a handle
+LAZY_PEER_ACCESS = 1  # of cuIpcOpenMemHandle
+
+
+class Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * HANDLE)]
+
+
+@contextmanager
+def inboxes(size: int, rank: int, swap: Callable[[bytes], list[bytes]]) -> Iterator[list[int]]:
+    """The addresses of zeroed memory of `size` bytes of every rank, on this rank's current GPU or mapped there. `swap`
+    gives the handles of all ranks for that of one. What a rank that has died leaves is unmapped all the same."""
+    with ExitStack() as held:
+        try:
+            own, handle = _exported(size, held)
+        except OSError:
+            swap(bytes(HANDLE))  # which the others cannot open either
+            raise
+        found = []
+        for peer, told in enumerate(swap(handle)):
+            there = own
+            if peer != rank:
+                there = ctypes.c_uint64()
+                driver("cuIpcOpenMemHandle_v2", ctypes.byref(there), Handle.from_buffer_copy(told), LAZY_PEER_ACCESS)
+                held.callback(_quietly, "cuIpcCloseMemHandle", there)
+            found.append(int(there.value))
+        yield found
+
+
+def _exported(size: int, held: ExitStack) -> tuple[ctypes.c_uint64, bytes]:
+    own, handle = ctypes.c_uint64(), Handle()
+    driver("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(size))
+    held.callback(_quietly, "cuMemFree_v2", own)
+    driver("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+    driver("cuCtxSynchronize")
+    driver("cuIpcGetMemHandle", ctypes.byref(handle), own)
+    return own, bytes(handle)
+
+
+def _quietly(name: str, address: ctypes.c_uint64) -> None:
+    getattr(ctypes.CDLL("libcuda.so.1"), name)(address)

@@ -20,8 +20,8 @@ from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabul
 from fengine.structured_output.masks import Cursor, fill
 from fengine.structured_output.regex import explicit
 from fengine.structured_output.schema import Whitespace
+from fengine.tokenizer.detokenizer import token_texts
 from fengine.tokenizer.stop_regex import StopRegex
-from fengine.tokenizer.token_texts import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.logits.masks import MaskRow
 

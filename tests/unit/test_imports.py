@@ -84,7 +84,7 @@ LAZY = {
     "eval.report.page",
     "structured_output.backend",
     "tokenizer.pipeline",
-    "multimodal.processor",
+    "multimodal.images",
     "eval.commands.lm_eval",
     "eval.harness.inspect_registry",
     "eval.commands.serve",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fengine import models
-from fengine.core.foreign import own_class
+from fengine.core.scalars import own_class
 from fengine.engine.weights.places import Place
 from fengine.errors import CorruptCheckpointError, InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.spec import ModelSpec

@@ -13,7 +13,7 @@ from typing import Any
 
 import fengine
 from fengine.errors import FengineError, StorageError
-from fengine.eval.report import facts, pictures, rows, schedule, sweep
+from fengine.eval.report import facts, rows, schedule, sweep
 from fengine.eval.report.facts import cut, number, plain, script_json, size, told
 from fengine.eval.runs.compare import RowDifference, compare, edges
 from fengine.eval.runs.folder import read_object
@@ -46,7 +46,7 @@ def _one(folder: Path, most_rows: int, budget: int) -> dict[str, Any]:
         found = rows.items(records, seen, kept, int(budget * (ROWS - share)))
         ids, in_force = rows.token_ids(found), records.manifest.get("in_force")
         vocab, missing = texts(records.identity, in_force, ids, int(budget * PIECES))
-        pictures.add_thumbnails(found, records, int(budget * share))
+        rows.add_thumbnails(found, records, int(budget * share))
         told = timings(folder) if records.finished else ()  # how long rows took
         places = set(kept)
         told = (one for one in told if type(one.get("row")) is int and one["row"] in places)

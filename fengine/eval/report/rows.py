@@ -1,15 +1,21 @@
 """The rows of a run for a page: which of them, and what of each, so that the page stays small. No torch. A row is
 failed (it has an error), wrong or right (by its first score that says so), or scored (none does)."""
 
+import base64
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fengine.eval.report.facts import cut, number, scalar, size, told
+from fengine.errors import FengineError
+from fengine.eval.report.facts import cut, mapping, number, scalar, size, told
 from fengine.eval.runs.record import record_of
 from fengine.eval.runs.records import Records
+from fengine.eval.tasks.columns import digest_of, read_image
+from fengine.eval.tasks.drawn import png
+from fengine.multimodal.decoder import Decoder
 
 FAILED, WRONG, RIGHT, SCORED = range(4)
 KINDS = ("failed", "wrong", "right", "scored")
@@ -231,3 +237,32 @@ def token_ids(found: Sequence[dict[str, Any]]) -> list[int]:
         ids.update(dict.fromkeys(prompt))
     ids.update({token: None for answer in answers for top in answer.get("top", ()) for _, token in top})
     return list(ids)
+
+
+SIDE = 128  # pixels of a longer one are left out
+MOST_PIXELS = 1 << 26
+
+
+def add_thumbnails(found: list[dict[str, Any]], records: Records, budget: int) -> None:
+    """Gives rows `img`, the data URLs of their pictures that are still what they were, of about `budget` bytes in all.
+    Modifies: found. Errors: StorageError."""
+    config, origin = mapping(records.identity.get("config")), mapping(records.manifest.get("origin"))
+    column, decoder = str(config.get("task.images") or ""), Decoder(MOST_PIXELS)
+    folder = (Path(str(origin.get("base", ""))) / str(config.get("task.data") or "")).parent
+    for row in found if column else ():
+        record = None if "lost" in row else record_of(records.line(row["n"]))
+        pictures = mapping(mapping(record).get("data")).get(column)
+        for one in pictures if isinstance(pictures, list) else ():
+            try:
+                data = read_image(one["image"], folder)
+                pixels_HWC = decoder.decode(data) if digest_of(one["image"], data) == one["sha256"] else None
+            except (OSError, ValueError, KeyError, TypeError, FengineError):
+                continue  # it is gone, or none
+            if pixels_HWC is not None:
+                step = -(-max(pixels_HWC.shape[:2]) // SIDE)
+                url = f"data:image/png;base64,{base64.b64encode(png(pixels_HWC[::step, ::step])).decode()}"
+                budget -= len(url)
+                if budget < 0:
+                    return decoder.close()
+                row.setdefault("img", []).append(url)
+    decoder.close()

@@ -4,7 +4,6 @@
 import torch
 
 from fengine.worker.logits.bias import LogitBias
-from fengine.worker.logits.drafted_penalties import DraftedPenalties
 from fengine.worker.logits.penalties import Penalties
 from fengine.worker.logits.processors import Processors
 from fengine.worker.logits.structured import StructuredOutput
@@ -14,4 +13,4 @@ from fengine.worker.step_input import LogitsStage
 def logits_stages(rows: int, vocab: int, device: torch.device) -> tuple[LogitsStage, ...]:
     """Of an engine with so many row slots, in the order that bits depend on."""
     tables = (rows, vocab, device)
-    return Penalties(*tables, DraftedPenalties), LogitBias(*tables), Processors(), StructuredOutput(vocab)
+    return Penalties(*tables), LogitBias(*tables), Processors(), StructuredOutput(vocab)
