@@ -85,7 +85,8 @@ class Sources:
         if not isinstance(item, str) or not item:
             got = "a list: the images of a prompt are a flat one" if isinstance(item, (list, tuple)) else told(item)
             raise InvalidRequestError(f"it must be a path, URL, base64 text, bytes, a PIL image or an array, got {got}")
-        scheme, rest = item[: item.find(":")].lower(), item[item.find(":") + 1 :]
+        scheme, _, rest = item.partition(":")
+        scheme = scheme.lower()
         if scheme == "data":
             return _data_url(rest)
         if not rest.startswith("//"):

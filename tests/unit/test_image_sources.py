@@ -45,7 +45,7 @@ def test_every_form_gives_the_same_pixels(sources: Sources, tmp_path: Path) -> N
     path, data = tmp_path / "a picture.png", encoded()
     path.write_bytes(data)
     text = base64.b64encode(data).decode()
-    forms = [path, str(path), path.as_uri(), data, bytearray(data), memoryview(data), text, PIXELS,
+    forms = [path, str(path), f"/{path}", path.as_uri(), data, bytearray(data), memoryview(data), text, PIXELS,
              f"data:image/png;base64,{text}", f"DATA:image/png;BASE64,{quote(text)}", f"{text[:70]}\n{text[70:]}",
              {"url": f"data:image/png;base64,{text}"}, Image.fromarray(PIXELS),
              Image.open(io.BytesIO(data)), {"url": str(path), "detail": "high"}]  # fmt: skip
