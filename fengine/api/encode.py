@@ -4,6 +4,7 @@ same bits in any of them."""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 from fengine.api.arguments import described_by, record_of
@@ -38,8 +39,8 @@ def encode(engine: Any, *args: Any, **kwargs: Any) -> Any:
     """{"embedding": list of float, "meta_info"} of a prompt: text, token ids or a chat; a list of these for a list.
 
     Pooled and normalised as the checkpoint says, else its last token, normalised; `dimensions` keeps the first ones
-    and normalises them. A classifier or reward model gives its head's outputs, one for each label. A prompt that is
-    aborted has the embedding None."""
+    and normalises them; `normalize` says otherwise. A classifier or reward model gives its head's outputs, one for
+    each label. A prompt that is aborted has the embedding None."""
     return complete(engine._context, *encode_requests(engine, record_of(EncodeReqInput, args, kwargs)))
 
 
@@ -72,6 +73,11 @@ def encode_requests(
     pooling, classifies = pooling_of(context), context.parts.spec.num_labels is not None
     if req.dimensions is not None and classifies:
         raise InvalidRequestError("dimensions is for embedding models; a classifier gives one number per label.")
+    if req.normalize is not None:
+        if classifies or not isinstance(req.normalize, bool):
+            told_of = "for embedding models" if classifies else f"True or False, got {told(req.normalize)}"
+            raise InvalidRequestError(f"normalize is {told_of}.")
+        pooling = replace(pooling, normalize=req.normalize)
     dimensions = check_dimensions(req.dimensions, pooling, context.parts.spec.hidden_size)
 
     def embedding(output: Output, state: RequestState) -> Output:

@@ -84,7 +84,7 @@ def _check(
     ids, spans, rope = prompt_ids(parts, prompt), (), None
     if prompt.session_params is not None or prompt.image_data is not None or parts.images is not None:
         ids, spans, rope = prompt_in_place(context, prompt, ids, turns)
-    ids = _fitting(context, ids, params.max_new_tokens == 0 and prompt.return_logprob is True, cut=not spans)
+    ids = _fitting(context, ids, params.max_new_tokens == 0, cut=not spans)
     sampling = prompt.sampling_params
     explicit = isinstance(sampling, SamplingParams) or "max_new_tokens" in (sampling or {})
     most = _room(context, params, len(ids), explicit)
@@ -164,18 +164,19 @@ def prompt_ids(parts: Parts, prompt: GenerateReqInput) -> list[int]:
 def _fitting(context: EngineContext, ids: list[int], read_only: bool, cut: bool = True) -> list[int]:
     """The prompt if it fits the context; with allow_auto_truncate, as much of its beginning as fits it and the pool,
     where it may be `cut`: not where images stand.
-    One that is `read_only`, for its logprobs, may fill the context: evaluation harnesses score whole windows."""
+    One that is `read_only`, for logprobs or a vector, may fill the context: harnesses score whole windows."""
     most, pool, count = context.parts.context_length, context.parts.pool_tokens, len(ids)
     if count < min(most + read_only, pool):
         return ids
     if context.args.allow_auto_truncate and cut:
-        keep = min(most, pool) - 1
+        keep = min(most + read_only, pool) - 1
         warnings.warn(f"the input ({count} tokens) was truncated to its first {keep} tokens", stacklevel=2)
         return ids[:keep]
-    if count >= most:
+    if count >= most + read_only:
+        answer = "" if read_only else ", of which one is needed for the answer"
         raise ContextLengthError(
-            f"The input ({count} tokens) is longer than the model's context length ({most} tokens), of which one is "
-            "needed for the answer; shorten the prompt or raise context_length."
+            f"The input ({count} tokens) is longer than the model's context length ({most} tokens){answer}; shorten "
+            "the prompt or raise context_length."
         )
     return ids
 

@@ -27,6 +27,7 @@ class EncodeReqInput:
     external_trace_header: Any = None
     rid: Any = None
     input_ids: Any = field(default=None, kw_only=True, metadata={"call": False})
+    normalize: bool | None = field(default=None, kw_only=True)  # None: as the checkpoint says
 
 
 @dataclass

@@ -192,6 +192,8 @@ def _adapters(given: Any) -> list[dict[str, Any]]:
 
 def _adapter(item: Any) -> dict[str, Any]:
     """One of `lora_paths`; a path alone is its own name. Pure. Errors: ConfigError."""
+    if isinstance(item, str) and item.startswith("{"):
+        item = json_object("lora_paths", item)
     if isinstance(item, str):
         name, equals, path = item.partition("=")
         item = {"lora_name": name, "lora_path": path if equals else name}
@@ -199,7 +201,7 @@ def _adapter(item: Any) -> dict[str, Any]:
     name, path = values.get("lora_name"), values.get("lora_path")
     values["lora_path"] = path = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not (isinstance(name, str) and name and isinstance(path, str) and path and values.keys() == _LORA_KEYS):
-        words = 'must hold "name=path", paths, or dicts of lora_name, lora_path, pinned'
+        words = 'must hold "name=path", paths, or dicts (or their JSON) of lora_name, lora_path, pinned'
         raise ConfigError(f"lora_paths {words}; got {told(item)}")
     if "=" in name:
         raise ConfigError(f"lora_paths: a name must not contain '=', got {told(name)}")

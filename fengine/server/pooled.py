@@ -29,6 +29,7 @@ EMBEDDINGS: Fields = {
     "input": loose("A text, token ids, or a list of either."),
     "encoding_format": one_of("How vectors are written.", "float", "base64", default="float"),
     "dimensions": loose("The first ones, normalised.", "integer"),
+    "normalize": loose("vLLM's: vectors of length 1, or not; else as the checkpoint says.", "boolean"),
     **CHAT,
     **TRUNCATION,
     **ADD_SPECIAL,
@@ -87,10 +88,16 @@ def _inputs(given: Mapping[str, Any], engine: Engine) -> tuple[Any, int]:
     kind, prompts, count = texts_or_ids(given, "input")
     if not prompts or isinstance(prompts, list) and "" in prompts:
         raise invalid("input", "input must be no empty text, and have none.")
-    add_special, cut = given["add_special_tokens"], Truncation.of(given)
+    add_special, cut = given["add_special_tokens"], _cut(given, engine)
     if cut or not add_special:
         prompts = prompt_ids(engine.tokenizer, kind, prompts, add_special, cut, engine._parts.context_length)
     return prompts, count
+
+
+def _cut(given: Mapping[str, Any], engine: Engine) -> Truncation | None:
+    """Nothing is drawn, so the whole context is the prompt's. Errors: ApiError."""
+    cut = Truncation.of(given)
+    return Truncation(engine._parts.context_length, cut.side) if cut and cut.tokens == -1 else cut
 
 
 def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
@@ -100,7 +107,7 @@ def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     if given["messages"] is None:
         prompts, count = _inputs(given, engine)
     else:
-        cut, chat, count = Truncation.of(given), chat_options(given, has_grammar=False), 1
+        cut, chat, count = _cut(given, engine), chat_options(given, has_grammar=False), 1
         prompts, images = chat_prompt(engine, chat, chat.template_values, body.get("add_special_tokens") is True)
         prompts = cut.cut(prompts, engine._parts.context_length, images) if cut else prompts
 
@@ -113,7 +120,7 @@ def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
         return {**_head("embd-", model), "data": data, "usage": _usage(outputs)}
 
     words = WORDS if given["messages"] is None else {}
-    asked = EncodeReqInput(prompts, images or None, dimensions=given["dimensions"])
+    asked = EncodeReqInput(prompts, images or None, dimensions=given["dimensions"], normalize=given["normalize"])
     return Plan(asked, count, answer, words=words)
 
 

@@ -422,6 +422,8 @@ def test_heads_equal_transformers(tmp_path: Path, family: str, labels: int) -> N
         assert [llm.encode(ids)["embedding"] for ids in PROMPTS] == [output["embedding"] for output in outputs]
         with pytest.raises(InvalidRequestError, match="dimensions is for embedding models"):
             llm.encode(PROMPTS, dimensions=1)
+        with pytest.raises(InvalidRequestError, match="normalize is for embedding models"):
+            llm.encode(PROMPTS, normalize=True)
     for ids, output in zip(PROMPTS, outputs, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([ids])).logits[0].tolist()
@@ -459,7 +461,8 @@ def test_async_and_bad_arguments(tmp_path: Path) -> None:
                 r"input_ids\[1\] is 4096, out-of-vocabulary; .* in \[0, 4095\]",
             ),
             ({"prompt": [[3], [-1]]}, InvalidRequestError, "prompt 1: input_ids"),
-            ({"prompt": [3] * 64}, ContextLengthError, "64 tokens"),
+            ({"prompt": [3] * 65}, ContextLengthError, r"65 tokens\).* \(64 tokens\); shorten"),
+            ({"prompt": "a", "normalize": 1}, InvalidRequestError, "normalize is True or False, got 1"),
             ({"prompt": "a", "image_data": "x"}, InvalidRequestError, "image_data"),
             ({"prompt": "a", "lora_path": "x"}, InvalidRequestError, "LoRA"),
             ({"prompt": "a", "embed_overrides": [1]}, UnsupportedFeatureError, "embed_overrides"),
@@ -469,6 +472,9 @@ def test_async_and_bad_arguments(tmp_path: Path) -> None:
             with pytest.raises(error, match=message):
                 llm.encode(**arguments)
         assert llm.encode(PROMPTS[0])["embedding"] == expected[0]
+        assert llm.encode([3] * 64)["meta_info"]["prompt_tokens"] == 64  # nothing is drawn behind it
+        raw = np.array(llm.encode(PROMPTS[0], normalize=False)["embedding"])
+        assert (raw / np.linalg.norm(raw)).tolist() == pytest.approx(expected[0], abs=1e-6) != raw.tolist()
         with pytest.raises(InvalidRequestError, match="rerank needs a cross-encoder"):
             llm.rerank([["q", "d"]])
 

@@ -80,7 +80,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "speculative_ngram_max_match_window_size": (9, lambda c: c.speculation.ngram_max_match == 9),
     "random_seed": (5, lambda c: c.random_seed == 5),
     "enable_lora": (True, lambda c: c.lora.enabled),
-    "lora_paths": (["a=b"], lambda c: c.lora.paths == ("a=b",) and c.lora.on),
+    "lora_paths": (['{"lora_name": "a", "lora_path": "b"}'], lambda c: c.lora.paths == ("a=b",) and c.lora.on),
     "max_loras_per_batch": (3, lambda c: c.lora.max_loras_per_batch == 3),
     "max_lora_rank": (32, lambda c: c.lora.max_lora_rank == 32),
     "lora_target_modules": (["q_proj"], lambda c: c.lora.target_modules == ("q_proj",)),

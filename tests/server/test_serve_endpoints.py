@@ -258,12 +258,15 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
         for given, meant in (
             ({"input": [PROMPT, "a"], "truncate_prompt_tokens": 3}, [ids[-3:], engine.tokenizer.encode("a")]),
             ({"input": PROMPT, "add_special_tokens": False}, [ids[1:]]),
+            ({"input": "a " * 900, "truncate_prompt_tokens": -1}, [engine.tokenizer.encode("a " * 900)[-1024:]]),
             ({"messages": CHAT}, [chat]),
             ({"messages": CHAT, "truncate_prompt_tokens": 4, "truncation_side": "right"}, [chat[:4]]),
         ):
             told = post(server, "/v1/embeddings", given)
             assert [one["embedding"] for one in told["data"]] == [one["embedding"] for one in engine.encode(meant)]
             assert told["usage"]["prompt_tokens"] == sum(map(len, meant)) and told["usage"]["completion_tokens"] == 0
+        raw = post(server, "/v1/embeddings", {"input": PROMPT, "normalize": False})["data"][0]["embedding"]
+        assert raw == engine.encode(PROMPT, normalize=False)["embedding"] != expected[0]["embedding"]
         for empty in ("", ["a", ""]):
             answer = server.ask("POST", "/v1/embeddings", {"input": empty})
             assert (answer.status, answer.error["param"]) == (400, "input")
