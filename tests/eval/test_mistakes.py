@@ -138,3 +138,24 @@ def test_help_of_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sampling.temperature=1.0" in (told := capsys.readouterr().out) and "Divides the logits" in told
     assert run.main(["help", "access_log"]) == 0 and "serve.access_log=false" in capsys.readouterr().out
     assert run.main(["help", "frob"]) == run.USAGE and "no key has 'frob'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (['sampling.json_schema={"type": "objekt"}'], "sampling.json_schema: Failed to compile json grammar: Invalid"),
+        (["sampling.regex=a+", "sampling.stop=[b]"], "sampling.regex says where a text ends; leave out sampling.stop"),
+        (
+            ["sampling.max_new_tokens=1024"],
+            "max_new_tokens=1,024 leaves no room for a prompt in the context of box, which",
+        ),
+        (["sampling.max_new_tokens=64", "model.context_length=64"], "has 64 tokens: at most 63"),
+    ],
+)
+def test_what_every_request_would_be_refused_for_is_told_before_the_load(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run.main([*(["chat"] if "model.context_length=64" in words else ["prompts=[a]"]), *words]) == run.USAGE
+    told = capsys.readouterr().err
+    assert said in told and "loading" not in told and not any(tmp_path.rglob("manifest.json"))

@@ -6,12 +6,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fengine.config import EngineConfig, ModelConfig
-from fengine.errors import ConfigError, FengineError, MissingExtraError
+from fengine.core.sampling_params import SamplingParams
+from fengine.errors import ConfigError, FengineError, GrammarError, MissingExtraError
 
 
 def open_engine(config: EngineConfig) -> Any:
@@ -23,6 +25,27 @@ def open_engine(config: EngineConfig) -> Any:
         return Engine.from_config(config)
     finally:
         gc.enable()
+
+
+def refuse_sampling(config: EngineConfig, params: SamplingParams, tokens: int | None) -> None:
+    """Refuses before a model is loaded what it would refuse of every request: a grammar that cannot be compiled, and
+    more `tokens` than the context has room for. Imports torch. Errors: ConfigError; ModelLoadError and kinds;
+    MissingExtraError."""
+    from fengine.engine.load import context_length, read_spec
+    from fengine.structured_output.backend import Grammars, Source, Whitespace
+
+    if params.grammar_key is not None:
+        kind, text = params.grammar_key
+        if params.stop or params.stop_regex:
+            raise ConfigError(f"sampling.{kind} says where a text ends; leave out sampling.stop and stop_regex")
+        with closing(Grammars(lambda: ([bytes([byte]) for byte in range(256)], False), Whitespace())) as grammars:
+            try:
+                grammars.compile(Source(kind, text))
+            except GrammarError as error:
+                raise ConfigError(f"sampling.{kind}: {error}") from error
+    if tokens is not None and tokens >= (most := context_length(config, read_spec(config)[2])):
+        name = f"max_new_tokens={tokens:,} leaves no room for a prompt in the context of {config.model.path}"
+        raise ConfigError(f"{name}, which has {most:,} tokens: at most {most - 1:,}")
 
 
 def responder(engine: Any) -> Callable[..., Any]:

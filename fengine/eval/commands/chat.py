@@ -20,7 +20,7 @@ from fengine.eval.cli.view import LiveView, PlainView, clean
 from fengine.eval.runs.answering import given_sampling
 from fengine.eval.runs.config import RUN, RunConfig
 from fengine.eval.runs.folder import write_file
-from fengine.eval.runs.run import load, render_of
+from fengine.eval.runs.run import load, refuse_demands, render_of
 from fengine.server.output_parser import parser_of, thought_facts
 
 USAGE = """
@@ -50,6 +50,7 @@ def work(words: Sequence[str]) -> int:
     (point,) = compose.points(given, RUN)
     console = Console(highlight=False, markup=False, emoji=False)
     view = LiveView(console) if console.is_terminal else PlainView()
+    refuse_demands(point.config, None, view)
     with EngineCache() as engines:
         engine = load(point.config.engine, engines, view)
         if engine.tokenizer is None:

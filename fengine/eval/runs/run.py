@@ -14,13 +14,15 @@ from typing import Any
 import yaml
 
 from fengine.config import EngineConfig
+from fengine.core.sampling_params import SamplingParams
 from fengine.errors import EngineClosedError, EngineDeadError, StorageError
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED
-from fengine.eval.cli.engines import EngineCache, model_directory, report
+from fengine.eval.cli.engines import EngineCache, model_directory, refuse_sampling, report
 from fengine.eval.cli.schema import Point, nested
 from fengine.eval.cli.view import QuietView, count, duration, place
 from fengine.eval.runs import manifest, provenance
-from fengine.eval.runs.config import EvalConfig, TemplateConfig, parse_shard
+from fengine.eval.runs.answering import given_sampling
+from fengine.eval.runs.config import EvalConfig, RunConfig, TemplateConfig, parse_shard
 from fengine.eval.runs.config import Trace as TraceKind
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
 from fengine.eval.runs.index import RowIndex, RowTable, index_rows, reopen
@@ -56,6 +58,8 @@ def run_point(
         raise StorageError(f"{export.path} is there already, of another run; choose another out=, or remove it")
     remedy = "another out=DIR" if export is None else "hydra.run.dir=DIR or another out="
     with RunFolder(point.directory, remedy) as folder:
+        if not (folder.path / MANIFEST).exists():
+            refuse_demands(config, config.task.max_new_tokens, screen)
         one = open_run(folder, point, manifest.identity(config, task, rows), rows, base, screen, export)
         if one.table.left < rows.rows:
             there = rows.rows - one.table.left
@@ -73,6 +77,16 @@ def run_point(
         finally:
             if export is not None:
                 export.close()
+
+
+def refuse_demands(config: RunConfig | EvalConfig, own: int | None, screen: QuietView) -> None:
+    """What the model cannot do of `sampling`, told before it is loaded; `own`: a task's max_new_tokens. Errors: as
+    `refuse_sampling`."""
+    given = given_sampling(config)
+    params, tokens = SamplingParams.of(given), own if own is not None else given.get("max_new_tokens")
+    if params.grammar_key is not None or tokens is not None:
+        with screen.opening(f"reading {config.engine.model.path}"):
+            refuse_sampling(config.engine, params, tokens)
 
 
 def load(config: EngineConfig, engines: EngineCache, screen: QuietView) -> Any:
