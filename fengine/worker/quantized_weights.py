@@ -197,7 +197,9 @@ def _packed(module: str, scheme: Scheme, read: Read, shape: tuple[int, int], the
     groups = there[f"{module}.weight_scale"].shape[1]
     if not scheme.zeros:
         return code_NK, torch.full((n, groups), 1 << bits - 1, dtype=torch.uint8)
-    zero = read(f"{module}.weight_zero_point")
+    zero = read(name := f"{module}.weight_zero_point")
+    if len(zero) != (rows := n if zero.dtype == torch.int8 else -(-n * bits // 32)):
+        raise CorruptCheckpointError(f"tensor {name!r} of {zero.dtype} has {len(zero)} rows, expected {rows}.")
     if zero.dtype == torch.int8:
         return code_NK, (zero.to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
     return code_NK, _unpacked(zero.T, bits)[:, :n].T.contiguous()

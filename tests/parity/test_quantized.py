@@ -393,6 +393,8 @@ def broken(few: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> N
         ("gptq-act", "g_idx", lambda t: None, "g_idx.* is missing"),
         ("gptq-act", "g_idx", lambda t: t + 1, "g_idx' names groups beyond"),
         ("packed-4", "weight_packed", lambda t: t.float(), "weight_packed' is F32"),
+        ("packed-4-asym-half", "weight_zero_point", lambda t: t.to(torch.int8), "torch.int8 has 8 rows, expected 64"),
+        ("packed-4-asym-half", "weight_zero_point", lambda t: t.repeat(8, 1), "torch.int32 has 64 rows, expected 8"),
         ("fp8-blocks", "weight_scale_inv", lambda t: None, "weight_scale' is missing"),
         ("fp8-blocks", "weight", lambda t: (t.float() * torch.nan).to(t.dtype), "o_proj.weight' holds NaN"),
     ],
