@@ -31,7 +31,7 @@ def read_quantization(config: Config) -> Quantization | None:
     if told is None:
         return None
     method = told.get("quant_method") if isinstance(told, dict) else told
-    if not isinstance(told, dict) or method not in READERS:
+    if not isinstance(told, dict) or not isinstance(method, str) or method not in READERS:
         raise _unbuilt(f"quant_method {method!r:.80}")
     read = ConfigReader(told)
     found = READERS[method](read)
@@ -207,13 +207,16 @@ def _compressed(read: ConfigReader) -> Quantization:
         if read.config.get(name) and read.config[name] != {"format": "dense"}:
             raise _unbuilt(f"{name} {read.config[name]!r:.80}")
     groups = read.config.get("config_groups")
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+    each = [*groups.values()] if isinstance(groups, dict) else []
+    told = all(isinstance(group, dict) and isinstance(group.get("weights") or {}, dict) for group in each)
+    if not isinstance(groups, dict) or not told:
         read.problems.append(f"config_groups must be an object of objects, got {groups!r}"[:200])
         groups = {}
     rules = [_rule(read, _target(name), None) for name in _names(read, "ignore")]
     found: dict[str, Scheme] = {}
     for group in groups.values():
         form = group.get("format") or read.config.get("format")
+        _refuse_rest(ConfigReader(group), {"targets", "weights"})
         scheme = _packed(ConfigReader(group.get("weights") or {}), form, read)
         found |= dict.fromkeys(_names(ConfigReader(group), "targets"), scheme)
     order = sorted(found, key=lambda name: (name == "Linear", name.startswith("re:"), name))  # a module's name is first
@@ -227,6 +230,8 @@ def _target(name: str) -> str:
 
 def _packed(weights: ConfigReader, form: object, read: ConfigReader) -> Scheme:
     """How one group of compressed-tensors is stored."""
+    _refuse_rest(weights, {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic",
+                           "actorder", "scale_dtype", "zp_dtype"})  # fmt: skip
     bits, kind = _one_of(weights, "num_bits", (4, 8), None), _one_of(weights, "type", ("int", "float"), "int")
     if weights.config.get("dynamic"):
         raise _unbuilt("weights whose scales are dynamic")

@@ -45,7 +45,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 
-def compressed(form: str, weights: dict[str, Any], acts: Any = None, **more: Any) -> dict[str, Any]:
+def compressed(form: str, weights: Any, acts: Any = None, **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": acts, "output_activations": None}
     return {
         "quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "format": form,
@@ -421,6 +421,7 @@ def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> 
             "quant_method 'bitsandbytes' is not built; built are AWQ",
         ),
         ("squeezellm", "quant_method 'squeezellm'"),
+        (AWQ | {"quant_method": ["awq"]}, r"quant_method \['awq'\]"),
         (AWQ | {"version": "gemv"}, "version 'gemv'"),
         (AWQ | {"bits": 3}, "bits 3"),
         (AWQ | {"zero_point": False}, "zero_point False"),
@@ -432,6 +433,7 @@ def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> 
         (GPTQ | {"format": "gptq_v2"}, "checkpoint_format 'gptq' and 'gptq_v2'"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (compressed("marlin-24", integers(4, 16)), "format 'marlin-24'"),
+        (compressed("pack-quantized", integers(4, 16, rotation="h")), "rotation = 'h'"),
         (compressed("int-quantized", integers(8, None)), "format 'int-quantized'"),
         (compressed("pack-quantized", integers(4, 16), kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (compressed("pack-quantized", integers(4, 16), sparsity_config={"format": "sparse-24"}), "sparsity_config"),
@@ -452,6 +454,7 @@ def test_what_is_not_built_is_refused_by_name(config: Any, message: str) -> None
         (FP8 | {"weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
         (GPTQ | {"dynamic": [1]}, "dynamic must be an object"),
         (compressed("pack-quantized", integers(4, 16)) | {"config_groups": []}, "config_groups must be an object"),
+        (compressed("pack-quantized", 4), "config_groups must be an object of objects"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(config: Any, message: str) -> None:
