@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -282,8 +283,9 @@ def test_a_death_fails_its_requests_by_name_and_the_others_go_on() -> None:
 
 def test_one_that_is_started_again_computes_the_same() -> None:
     with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
-        with pytest.raises(UnsupportedFeatureError, match="would not have them"):
-            engine.update_weights_from_tensor([])
+        for change in (partial(engine.update_weights_from_tensor, []), engine.begin_weight_update):
+            with pytest.raises(UnsupportedFeatureError, match="would not have them"):
+                change()
         want = engine.generate(PROMPTS, PARAMS[0])
         assert "replica 1 of 2" in killed(engine)[1]
         came_back(engine, 1)

@@ -41,7 +41,10 @@ class Process:
         for plain, _ in value.get("add", ()):
             request = from_plain(Request, plain, NOTHING)
             self.requests[request.rid] = request
-        for number, _, _, _, arguments in value.get("ask", ()):
+        self.answer(value.get("ask", ()))
+
+    def answer(self, asked: Sequence[Any]) -> None:
+        for number, _, _, _, arguments in asked:
             refused = arguments.get("version") in REFUSED
             self.hear({"answer": number, "value": [False, "no files"] if refused else {"rank": self.rank}})
 
@@ -208,6 +211,28 @@ def test_who_comes_back_has_the_weights_of_the_others_or_takes_no_requests(
     assert [calls.place(calls.submit([i])) for i in range(9)] == [0] * 9
     with pytest.raises(EngineDeadError, match="replica 1 of 2 was started again, but not with all.*no files"):
         calls.submit([1], dp_rank=1)
+
+
+@pytest.mark.parametrize("calls", [True], indirect=True)
+def test_what_is_asked_of_all_comes_behind_what_is_told_again(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that was started again might be paused when the others go on."""
+    core: Any = calls.core
+    core.call("pause")
+    calls.process(1).ended("was ended by SIGKILL")
+    process = calls.process(1)
+    process.answer = lambda *_: None
+    process.hear({"ready": {"pool_tokens": 64}})
+    (told,) = process.asked()
+    del process.answer
+
+    def wait_for(ready: Callable[[], bool]) -> None:
+        assert not ready() and process.asked() == [told]
+        process.answer(process.sent[0]["ask"])
+        assert ready()
+
+    monkeypatch.setattr(core._lock, "wait_for", wait_for)
+    core.call("resume")
+    assert process.asked() == ["pause", "resume"]
 
 
 def test_an_adapter_that_is_gone_is_not_told_again(calls: Calls) -> None:

@@ -63,15 +63,23 @@ class Remote:
 class RemoteUpdates(Remote):
     """As `WeightUpdates`, of all replicas."""
 
+    def _refuse_restart(self, what: str) -> None:
+        if self._core.config.parallel.dp_restart:
+            raise UnsupportedFeatureError(
+                f"{what} with parallel.dp_restart=True are not built: a replica that is started again would not have "
+                "them; use dp_restart=False, or update_weights_from_disk"
+            )
+
+    def begin(self, selector: Any) -> UpdateResult:
+        """From here to `end`, updates are collected."""
+        self._refuse_restart("collected updates")
+        return self._core.ask(self._part, "begin", selector)
+
     def update_from_tensor(
         self, named_tensors: Any, load_format: Any, *, version: str | None = None, abort: bool = False
     ) -> UpdateResult:
         """Through a file, from which each replica reads them; what it cannot hold is refused there by its name."""
-        if self._core.config.parallel.dp_restart:
-            raise UnsupportedFeatureError(
-                "tensors with parallel.dp_restart=True are not built: a replica that is started again would not have "
-                "them; use dp_restart=False, or update_weights_from_disk"
-            )
+        self._refuse_restart("tensors")
         given = tensors_of(named_tensors, load_format)
         path = Path(self._core.folder.name) / f"{uuid.uuid4().hex}.safetensors"
         told = [(name, unfit(x)) for name, x in given]

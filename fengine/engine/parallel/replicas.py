@@ -170,8 +170,6 @@ class Replicas:
         """Asks every replica; answers are joined. Errors: what the first raises that does; UnsupportedFeatureError."""
         if attached is not None:
             raise UnsupportedFeatureError(f"{name} with parallel.dp_size={self.size} is not built; use dp_size=1")
-        if name == "resume":
-            self._kept.pop(("pause", "core"), None)
         if name == "flush_cache":
             with self._lock:  # others learn
                 for each in self.replicas:
@@ -184,7 +182,11 @@ class Replicas:
         command, trial = [part, name, given, arguments], object()
         with self._changes if part in CHANGES else nullcontext():
             with self._lock:
+                if name != "get_stats":  # behind what is told to one that was started again
+                    self._lock.wait_for(lambda: all(a.done() for each in self.replicas for a in each.catching_up))
                 self.inbox.check()
+                if command[:2] == ["core", "resume"]:
+                    self._kept.pop(("pause", "core"), None)
                 if name in KEPT:
                     self._kept[trial] = command  # for one that starts meanwhile
                 answers = [self._ask(each, command)[0] for each in self.replicas if each.facts]
@@ -256,6 +258,7 @@ class Replicas:
         with self._lock:
             for each in self.replicas:
                 each.end(error)
+            self._lock.notify_all()
 
 
 def open_replicas(config: EngineConfig, loaded: Loaded, features: Features, started: float) -> Parts:
