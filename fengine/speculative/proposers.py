@@ -29,6 +29,7 @@ VERIFY = {"cuda": 0.04, "cpu": 0.2}  # what one more token adds to a short step,
 EXPERTS = 0.5  # so does one that reads experts of its own
 EXPERT_ROWS = 8  # beyond it rows of experts have no drafts
 TOLL, CROWD = 0.2, 0.005  # of a step: host and draft, for which the device waits, and for each row, on one H200
+DEAR = 0.5  # of a step: the most that a guess is held to take
 LEAST_GUESS = 0.02  # of a step, however small the draft is
 STEP, LAYER, GUESS = 0.3, 0.022, 0.06  # milliseconds on one H200: of a step beside its layers, of one, of a guess
 RATE = 4.3e9  # bytes of weights in a millisecond there
@@ -85,18 +86,13 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
     head = _head(config, target, params)
     layers = head.feature_layers
     kv_dtype = params["final_norm_D"].dtype  # on a CPU float32
-    verify, guess = _prices(config, head, target, params)
-    hope = Pace(most, verify + guess)
+    price, (toll, crowd) = _prices(config, head, target, params, most)
+    hope = Pace(most, price)
     if not hope.size:
-        logger.warning(
-            "speculation.draft_model makes no guess: one takes %.2f of a step here, more than it can bring; with "
-            "speculative_adaptive=False it guesses all the same", verify + guess,
-        )  # fmt: skip
-        return Speculation(ngram, most, tokens, target.vocab_size) if drafts.ngram_first else None
-    toll, crowd = (TOLL + guess) * drafts.adaptive, CROWD * drafts.adaptive
+        return Speculation(ngram, most, tokens, target.vocab_size, 1 << 30 if drafts.ngram_first else 0)
     rows = max(min(tokens // 2, EXPERT_ROWS if target.experts else tokens), 1)
     model = DraftModel(
-        head, kv_dtype, config.cache.page_size or 16, most, verify + guess, (toll, crowd), rows,
+        head, kv_dtype, config.cache.page_size or 16, most, price, (toll, crowd), rows,
         config.compile.cuda_graph and device_of(config) != "cpu",
     )  # fmt: skip
     least = max(drafts.ngram_min_match, LONG_COPY)
@@ -110,14 +106,22 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
     )  # fmt: skip
 
 
-def _prices(config: EngineConfig, head: Head, target: ModelSpec, params: Params) -> tuple[float, float]:
-    """To verify a guess, and to make it, in steps of one token: by bytes that are read and layers, so that they are the
-    same at every start; 0 where every try pays. Pure."""
+def _prices(
+    config: EngineConfig, head: Head, target: ModelSpec, params: Params, most: int
+) -> tuple[float, tuple[float, float]]:
+    """Of a guess, made and verified, and of a try for those beside it, in steps of one token: by bytes that are read
+    and layers, so that they are the same at every start; 0 where every try pays. A draft that is too dear for any guess
+    to pay was asked for all the same: it goes on where it is right, and rests where it is not."""
     if not config.speculation.adaptive:
-        return 0.0, 0.0
+        return 0.0, (0.0, 0.0)
     kind = "cpu" if device_of(config) == "cpu" else "cuda"
     share = share_of(kind, (head.bytes, head.spec.num_layers), (param_bytes(params), target.num_layers))
-    return EXPERTS if target.experts else VERIFY[kind], max(share, LEAST_GUESS)
+    guess = max(share, LEAST_GUESS)
+    price = guess + (EXPERTS if target.experts else VERIFY[kind])
+    if Pace(most, price).size:
+        return price, (TOLL + guess, CROWD)
+    logger.warning("a guess of speculation.draft_model takes %.2f of a step here, more than it can bring", price)
+    return (price, (TOLL, CROWD)) if target.experts else (DEAR, (0.0, 0.0))
 
 
 def share_of(kind: str, draft: tuple[int, int], target: tuple[int, int]) -> float:

@@ -120,7 +120,7 @@ def test_a_request_rests_where_its_guesses_do_not_pay(
     settings: dict[str, Any], target: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if a guess were cheap: a good draft guesses nearly all, a bad one hardly tries. Recordings are replayed."""
-    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.05, 0.05))
+    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.1, (0.25, 0.005)))
     want = answers(target, None)[0]
     tried = {}
     for guess in (target, stranger):
@@ -137,7 +137,7 @@ def test_of_many_new_rows_a_few_are_tried_for_all(
     catch_up: int, target: str, stranger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the draft takes several tries to have seen their prompts."""
-    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.05, 0.05))
+    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.1, (0.25, 0.005)))
     monkeypatch.setattr(draft, "CATCH_UP", catch_up)
     drafts = checks._resolved_drafts
     monkeypatch.setattr(checks, "_resolved_drafts", lambda settings, tokens, gpu: drafts(settings, tokens, True))

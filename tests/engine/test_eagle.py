@@ -186,7 +186,7 @@ def test_what_was_drawn_in_a_rest_is_caught_up_with(
     settings: dict[str, Any], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also over a cached prefix, and where a request is preempted while it rests."""
-    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.05, 0.05))
+    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.1, (0.25, 0.005)))
     for module in ("pace", "draft"):
         monkeypatch.setattr(f"fengine.speculative.{module}.REST", 3)
     draft = write_draft(tmp_path)
