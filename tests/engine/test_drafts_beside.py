@@ -188,6 +188,8 @@ def test_guesses_up_to_the_end_of_the_context(tmp_path: Path) -> None:
             outputs: Any = llm.generate(input_ids=[[5] * 9, [7] * 40], sampling_params=params, return_logprob=True)
             found.append([logprobs(output) for output in outputs])
             assert draft is None or llm.stats()["draft_tokens"] > 0
+            tried = [output["meta_info"].get("spec_num_proposed_drafts", 0) for output in outputs]
+            assert (tried[1] > 0) is (draft == target)  # the other has no position for it
     assert found[0] == found[1] == found[2] and len(found[0][0]) > 30
 
 

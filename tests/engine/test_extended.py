@@ -31,6 +31,7 @@ from fengine.worker.fields import INPUTS, blank, pack
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits import logits_stages
 from fengine.worker.logits.logprobs import ASKED, SLICE, score_prompts
+from fengine.worker.logits.penalties import Table, rounded
 from fengine.worker.logits.processors import ProcessorRequest
 from fengine.worker.pooling import apply_head
 from fengine.worker.step_input import StepInput
@@ -649,6 +650,14 @@ def test_counts_of_a_slot_are_those_of_its_request() -> None:
             scheduler.update(output, [turn + 7], [-1.0])
         assert penalties.count_SV.lines[slot].nonzero().tolist() == [[turn + 7]]
         assert penalties.count_SV.lines[slot, turn + 7] == 4
+
+
+def test_nothing_is_left_of_a_longer_line() -> None:
+    table = Table(2, -1, torch.int32, torch.device("cpu"))
+    for slot, count in ((0, 40), (1, 20), (0, 3), (0, 0)):
+        table.write(slot, np.arange(count), rounded(count))
+        assert table.lines is not None and table.lines[slot].tolist() == [*range(count)] + [-1] * (64 - count)
+    assert table.lines is not None and table.lines[1].tolist() == [*range(20)] + [-1] * 44
 
 
 def test_a_lockstep_row_is_planned_only_when_its_token_is_known() -> None:

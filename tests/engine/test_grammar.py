@@ -255,7 +255,7 @@ def test_nothing_left_to_draw(llm: Any) -> None:
         logits[:, list(llm.tokenizer.eos_ids)] = 1.0
         return logits
 
-    with pytest.raises(LogitProcessorError, match="every token the grammar allows"):
+    with pytest.raises(LogitProcessorError, match="every token that may be drawn"):
         llm.generate(STORY, {"regex": "[ab]+"}, custom_logit_processor=wants_c)
     assert llm.generate(STORY, {"regex": "[c]{3}"}, custom_logit_processor=wants_c)["text"] == "ccc"
 

@@ -80,6 +80,7 @@ def test_a_text_of_a_regex_matches_it_in_every_reading(pattern: str, seed: int) 
         ("", "", "a"),
         ("(a+)+b", "aaab", "aaa"),
         ("[^\\n]{3}", "é日本", "ab"),
+        *((".", "\v", end) for end in "\n\r\u2028\u2029"),  # a dot is none of them here or in JavaScript
         ("(?P<x>[a-z]+)\\.\\/", "ab./", "ab.\\"),
     ],
 )
@@ -517,6 +518,7 @@ BAD = [
               str(i): {"pattern": f"a.*{i}.*b", "$ref": f"#/$defs/{(i + 1) % 13}"} for i in range(13)}}),
       )),
     ("json_schema", '{"minProperties": 2}', "minProperties"),
+    ("json_schema", '{"type": ["integer", "number"], "maximum": 9223372036854776833}', "maximum at # is too large"),
     ("json_schema", '{"const": "\\ud800"}', "json_schema holds a lone surrogate"),
     ("json_schema", '{"const": "\ud800"}', "json_schema holds a lone surrogate"),
     ("json_schema", '{"properties": {"\\udfff": {"x": 1}}}', "json_schema holds a lone surrogate"),

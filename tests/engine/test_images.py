@@ -15,9 +15,12 @@ from tiny_vision import TOKEN, picture
 
 from fengine import Engine
 from fengine.config import EngineConfig, ModelConfig, SchedulerConfig
-from fengine.core.images import Image
+from fengine.core.images import Image, Placed, RopePositions
+from fengine.core.request import Request, SamplingParams
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import CapacityError, EngineClosedError, InvalidRequestError, UnsupportedFeatureError
 from fengine.multimodal.images import Images, Picture, _hash
+from fengine.worker.images import ImageInputs
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 ONE, TWO = [5, TOKEN, 7, 8], [9, TOKEN, 10, TOKEN, 11, 12, 13]
@@ -263,3 +266,21 @@ def test_line_ends_are_tokenized_together_behind_a_picture_alone() -> None:
     shown = Picture((Image(b"", 2, 1, {}),), (("", "\n"),))
     assert images.prompt([1, 8, 1, 5, 1, 1, 5], [shown]).ids == [1, 9, 9, 2, 5, 1, 1, 5]
     assert images.prompt([8, 2, 1, 5], [shown]).ids == [9, 9, 2, 2, 5]
+
+
+def test_rows_and_positions_of_images_are_those_of_their_request_alone() -> None:
+    """Its tokens see each other, and nothing behind; whoever has the slot next stands at its indices."""
+    inputs: Any = ImageInputs.__new__(ImageInputs)
+    inputs.row_P, inputs.pos_3P, inputs.last_P, inputs.delta, inputs.bidirectional = {}, {}, {}, np.zeros(2, int), True
+    request = Request("r", 5, [1] * 5, SamplingParams(), 0, 1, frozenset(), row=1, placed=(Placed(1, [7, 8]),))
+    request.rope = RopePositions(np.arange(15).reshape(3, 5), -2)
+    inputs.admit(request)
+    first = SchedulerOutput(0, rows=[1], starts=[0], counts=[5])
+    found = inputs.fields(first, np.arange(5), np.ones(5, int))
+    assert found["image_row_I"].tolist() == [-1, 7, 8, -1, -1] and found["last_key_J"].tolist() == [0, 2, 2, 3, 4]
+    assert found["rope_pos_3I"].tolist() == np.arange(15).reshape(3, 5).tolist()
+    behind = SchedulerOutput(1, rows=[1], starts=[5], counts=[1])
+    positions = [inputs.fields(behind, np.array([5]), np.array([1]))["rope_pos_3I"].tolist()]
+    inputs.release([1])
+    positions.append(inputs.fields(behind, np.array([5]), np.array([1]))["rope_pos_3I"].tolist())
+    assert positions == [[[3]] * 3, [[5]] * 3]

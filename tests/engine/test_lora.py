@@ -10,7 +10,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_adapters
@@ -401,6 +401,19 @@ def test_a_pinned_adapter_keeps_its_slot(model: Path, paths: dict[str, str]) -> 
         for name in ("a1", "a2", "a1", "a2"):
             llm.generate(input_ids=[5], sampling_params=GREEDY, lora_path=name)
         assert written[5:] == ["a1"]  # both slots are free for all now
+
+
+def test_what_was_just_read_again_is_not_given_up_where_nothing_else_may_be(model: Path, paths: dict[str, str]) -> None:
+    given = Path(paths["a0"])
+    with engine(model, enable_lora=True, max_lora_rank=32, max_loras_per_batch=1, max_loaded_loras=1) as llm:
+        assert llm.load_lora_adapter("a2", paths["a2"]).success
+        request = [([5, 6, 7], GREEDY, "a2")]
+        want, adapters = batch(llm, request), cast(Any, llm._parts.adapters)
+        config = json.loads((given / "adapter_config.json").read_text())
+        tensors = load_file(given / "adapter_model.safetensors")  # such an adapter keeps its image
+        assert llm.load_lora_adapter_from_tensors("a0", tensors, config).success
+        assert adapters.given_up([*NAMES]) == ["a2"] and want != batch(llm, [([5, 6, 7], GREEDY, None)])
+        assert batch(llm, request) == want and not adapters.given_up([*NAMES])
 
 
 def test_requests_finish_with_an_adapter_that_is_unloaded_meanwhile(

@@ -24,7 +24,7 @@ from fengine.engine import readout
 from fengine.engine.request_state import RequestState
 from fengine.errors import ConfigError, GrammarError, UnsupportedFeatureError
 from fengine.speculative import ngram
-from fengine.speculative.ngram import CANDIDATES, PATIENCE, REST, NgramIndex, Trust, follow, ngram_proposer
+from fengine.speculative.ngram import CANDIDATES, PATIENCE, REST, Lookup, NgramIndex, Trust, follow, ngram_proposer
 from fengine.worker.input_batch import InputBatch
 
 NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM"}
@@ -92,6 +92,17 @@ def test_what_fails_is_tried_less_and_less_often() -> None:
     assert (trust.size, trust.misses, trust.resume_at) == (3, 0, 0)
     trust.learn(3, 2, known=310)
     assert (trust.size, trust.misses) == (2, 0)
+
+
+def test_a_success_speaks_for_longer_copies_and_a_failure_against_shorter_ones() -> None:
+    lookup = Lookup(1, 4, 0)
+    for trust in lookup.trusts:
+        trust.learn(1, 0, known=50)
+    lookup.level = 1
+    lookup._learn(3, 3, 60)
+    assert [(t.size, t.misses, t.resume_at) for t in lookup.trusts] == [(1, 1, 52), (7, 0, 0), (7, 0, 0), (7, 0, 0)]
+    lookup._learn(7, 0, 70)
+    assert [(t.size, t.misses, t.resume_at) for t in lookup.trusts] == [(1, 2, 74), (3, 1, 72), (7, 0, 0), (7, 0, 0)]
 
 
 def test_random_tokens_cost_few_drafts() -> None:

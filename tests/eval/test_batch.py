@@ -14,6 +14,7 @@ from fengine.api.engine import Engine
 from fengine.errors import ConfigError
 from fengine.eval.commands.evaluate import batch_arguments
 from fengine.eval.runs.manifest import row_seed
+from fengine.server.batch import _seeded
 
 HI = [{"role": "user", "content": "What is 2 + 3?"}]
 WORDS = ["view=quiet", "compile.enabled=false", "cache.max_total_tokens=4096"]
@@ -124,3 +125,10 @@ def test_wrong_words(words: list[str], said: str) -> None:
     written()
     with pytest.raises(ConfigError, match=said):
         batch_arguments(words)
+
+
+def test_a_seed_is_given_where_there_is_none() -> None:
+    """0 is one."""
+    asked = [None, {"sampling_seed": None, "n": 2}, {"sampling_seed": 0}, {"sampling_seed": 3}]
+    seeds = [7, 7, 0, 3]
+    assert [params["sampling_seed"] for params in _seeded(asked, 7)] == seeds and _seeded("bad", 7) == "bad"

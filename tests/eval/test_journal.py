@@ -3,16 +3,19 @@
 import errno
 import os
 import socket
+import stat
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fengine.errors import ResumeMismatchError, StorageError
 from fengine.eval.runs.folder import RunFolder
-from fengine.eval.runs.index import RowIndex, reopen
+from fengine.eval.runs.index import RowIndex, RowTable, reopen
 from fengine.eval.runs.journal import Damage, Entry, Journal, encode, header, read_at, scan
+from fengine.eval.runs.output import InOrder
 
 RECORDS = [b'{"id": "r%d", "text": "\xc3\xa9 %s"}' % (i, b"x" * i) for i in range(5)]
 LINES = [header("me"), *(encode([i, 1, 7 * i], record) for i, record in enumerate(RECORDS))]
@@ -274,3 +277,37 @@ def test_a_journal_of_two_runs_is_neither_ones(tmp_path: Path) -> None:
             (folder.path / "journal.log").write_bytes(b"".join(map(header, others)) + line(0))
             with pytest.raises(ResumeMismatchError, match="another run"):
                 reopen(folder, RowIndex(array("Q", [10]), ""), "mine", print, print)
+
+
+def test_names_and_contents_outlive_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is synced, and then, behind their new names, the folder's names."""
+    with RunFolder(tmp_path / "run") as folder:
+        synced: list[bool] = []
+        there = lambda: sorted(p.name for p in folder.path.iterdir() if p.name in ("a", "b"))  # noqa: E731
+        monkeypatch.setattr(
+            os, "fsync", lambda number: synced.append(stat.S_ISDIR(os.fstat(number).st_mode) and there())
+        )
+        folder.write("a", "1")
+        folder.write_several({"a": "2", "b": "3"})
+        folder.write_several({"b": "4"}, durable=False)
+        assert synced == [False, ["a"], False, False, ["a", "b"]]
+
+
+def test_rows_that_were_there_before_are_not_shown_again(tmp_path: Path) -> None:
+    """They are exported with the others, in order."""
+    record = b'{"id": "r", "error": {"type": "E", "message": "m"}}'
+    lines, table = [encode([i, 1, 10 + i, 1, 0.0, 0.0, 1, 1], record) for i in range(4)], RowTable(4)
+    (tmp_path / "j").write_bytes(b"".join(lines))
+    put: Any = lambda i: table.put(i, True, sum(map(len, lines[:i])))  # noqa: E731
+    put(0)
+    put(2)
+    shown, exported = list[int](), list[int]()
+    view: Any = SimpleNamespace(row=lambda row: shown.append(row.number), note=lambda text: None)
+    export: Any = SimpleNamespace(put=lambda entry: exported.append(entry.head[0]))
+    with InOrder(table, tmp_path / "j", export, 9, view) as order:
+        for index, count in ((3, 1), (1, 4)):
+            put(index)
+            order.put(index)
+            order.advance()
+            assert len(exported) == count
+    assert (exported, shown) == ([0, 1, 2, 3], [2, 4])

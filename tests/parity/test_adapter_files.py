@@ -268,6 +268,17 @@ def test_numbers_beyond_floats_and_keys_that_are_none_are_told(values: dict[str,
     parse_config(GIVEN | {"lora_alpha": 10**38}, "config")
 
 
+def test_patterns_say_rank_and_alpha_each_by_themselves() -> None:
+    patterns = {"rank_pattern": {"q_proj": 2, "v_proj": 16}, "alpha_pattern": {r"layers\.1\..*": 3, "k_proj": 5}}
+    names = [f"model.layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qkvo"]
+    config = parse_config(GIVEN | patterns, "config")
+    ranks, alphas = [2, 4, 16, 4] * 2, [8, 5, 8, 8, 3, 3, 3, 3]
+    assert [config.rank_of(name) for name in names] == ranks
+    assert [config.scale_of(name) for name in names] == [a / r for a, r in zip(alphas, ranks, strict=True)]
+    config = parse_config(GIVEN | patterns | {"use_rslora": True}, "config")
+    assert [config.scale_of(name) for name in names] == [a / r**0.5 for a, r in zip(alphas, ranks, strict=True)]
+
+
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "\ud800"])
 def test_paths_that_no_file_can_have_are_refused(path: str) -> None:
     with pytest.raises(AdapterError):

@@ -21,10 +21,12 @@ from starlette.routing import Mount
 from starlette.websockets import WebSocketDisconnect
 
 from fengine.api.engine import Engine
+from fengine.server.answers import usage_of
 from fengine.server.app import make_app
 from fengine.server.config import log_to_stderr
 from fengine.server.endpoints import ENDPOINTS, open_api
 from fengine.server.gate import Access
+from fengine.server.messages import to_chat
 from fengine.server.metrics import status_line
 
 BOX = Path(__file__).resolve().parents[2] / "fengine" / "models" / "box"
@@ -393,6 +395,8 @@ def test_ids_logprobs_and_hidden_states_of_prompts(engine: Engine, server: Live)
     assert first is None and len(rest) == len(ids) - 1
     for told, (logprob, id, _) in zip(rest, meant["meta_info"]["input_token_logprobs"][1:], strict=True):
         assert told[str(id)]["logprob"] == logprob and 3 <= len(told) <= 4
+    (few,) = post(server, "/v1/completions", {**asked, "logprobs": 3, "prompt_logprobs": 1})["choices"]
+    assert all(len(told) <= 2 for told in few["prompt_logprobs"][1:])  # the token, and the likeliest
     plain = post(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1})["choices"][0]
     assert plain["prompt_logprobs"] is plain["token_ids"] is None and "hidden_states" not in plain
     chat = post(
@@ -403,6 +407,27 @@ def test_ids_logprobs_and_hidden_states_of_prompts(engine: Engine, server: Live)
     assert chat["prompt_token_ids"] == engine.chat_ids(CHAT) and len(chat["prompt_logprobs"]) == len(
         chat["prompt_token_ids"]
     )
+
+
+def test_usage_is_that_of_each_choice_and_of_each_prompt_once(engine: Engine, server: Live) -> None:
+    texts = [PROMPT, f"{PROMPT} and more of it"]
+    counts = [len(engine.tokenizer.encode(text)) for text in texts]
+    body = {"prompt": texts, "n": 2, "max_tokens": 3, "stream_options": {"include_usage": True}}
+    body["stream_options"]["continuous_usage_stats"] = True
+    *chunks, last, _ = [data for _, data in events(server, "/v1/completions", body)]
+    told = {(chunk["choices"][0]["index"], chunk["usage"]["prompt_tokens"]) for chunk in chunks}
+    assert told == {(i, counts[i // 2]) for i in range(4)} and last["usage"]["prompt_tokens"] == sum(counts)
+    metas = [{"prompt_tokens": n, "completion_tokens": 1, "cached_tokens": n - 1} for n in (5, 5, 9, 9)]
+    usage = usage_of([{"meta_info": meta} for meta in metas], 2)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 12} and usage["total_tokens"] == 18
+
+
+def test_a_templates_own_switch_goes_before_thinking() -> None:
+    body = {"messages": [], "max_tokens": 1, "thinking": {"type": "enabled"}}
+    switches = {"enable_thinking": False, "other": 1}
+    assert to_chat(body)["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
+    asked = to_chat(body | {"chat_template_kwargs": switches})
+    assert asked["chat_template_kwargs"] == switches | {"thinking": True} and asked["separate_reasoning"] is True
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -63,7 +63,7 @@ class Processors(LogitsStage):
         for row in {call.row for call in self.calls} - self.failed.keys():
             if not bool(((logits_RV[row] > -BAN) | ~logits_RV[row].isfinite()).any()):
                 self.failed[row] = LogitProcessorError(
-                    "custom_logit_processor returned -inf for every token the grammar allows"
+                    "custom_logit_processor returned -inf for every token that may be drawn"
                 )
 
     def errors(self) -> dict[int, FengineError]:
@@ -94,6 +94,4 @@ def processed(call: Call, row_1V: Tensor) -> Tensor:
     result = result.detach().to(row_1V)
     if bool((result.isnan() | (result == torch.inf)).any()):
         raise LogitProcessorError("custom_logit_processor returned NaN or +inf; logits must be finite, or -inf")
-    if bool((result <= -BAN).all()):
-        raise LogitProcessorError("custom_logit_processor returned -inf for every token: none is left to draw")
     return result.clamp(-BAN, BAN)
