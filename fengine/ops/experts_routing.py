@@ -187,13 +187,7 @@ def lists_kernel(logits_ptr, correction_ptr, weight_ptr, rows_ptr, count_ptr, ti
     wait(PDL)
     token = tl.arange(0, BT)[:, None]
     id = tl.arange(0, BE)[None, :]
-    logit = tl.load(logits_ptr + tl.minimum(token, T - 1) * E + id, mask=id < E, other=float("-inf"))
-    by = logit
-    if SIGMOID:
-        by = 1.0 / (1.0 + tl.exp(-logit))
-    if CORRECTED:
-        by += tl.load(correction_ptr + id, mask=id < E, other=0.0).to(tl.float32)
-    key = tl.where(id < E, ordered(by), LEAST)
+    logit, key = scores(logits_ptr + tl.minimum(token, T - 1) * E, correction_ptr, id, E, SIGMOID, CORRECTED)
     selected = token < 0
     for _ in tl.static_range(A):
         left = (key == tl.max(tl.where(selected, LEAST, key), 1)[:, None]) & (id < E) & (selected == 0)
@@ -204,7 +198,7 @@ def lists_kernel(logits_ptr, correction_ptr, weight_ptr, rows_ptr, count_ptr, ti
     index = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(rows_ptr + id.to(tl.int64) * T + index, pair, mask=chosen)
     if SIGMOID:
-        weight = by if not CORRECTED else 1.0 / (1.0 + tl.exp(-logit))
+        weight = 1.0 / (1.0 + tl.exp(-logit))
         if RENORMALISE:
             weight = weight / (halved_sums(tl.where(selected, weight, 0.0), BT, BE) + 1e-20)
     else:
