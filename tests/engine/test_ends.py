@@ -238,7 +238,7 @@ def test_an_engine_that_is_dropped_is_collected_with_its_threads() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_in_a_forked_child_every_call_refuses() -> None:
     done = run(
-        "import os, inspect\n"
+        "import os, warnings\n"
         "from checksum import *\n"
         "from fengine.errors import *\n"
         "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
@@ -255,6 +255,7 @@ def test_in_a_forked_child_every_call_refuses() -> None:
         "        'get_weights_by_name': dict(name='a'), 'unload_lora_adapter': dict(lora_name='a'),\n"
         "        'destroy_weights_update_group': dict(group_name='g'), 'encode': dict(prompt=[1]),\n"
         "    }\n"
+        "    warnings.simplefilter('ignore')  # Python 3.12 warns of forks beside threads\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
         "        wrong = []\n"
