@@ -23,7 +23,7 @@ from fengine.ops import quantized
 from fengine.worker.checkpoint_checks import check_entries, read_entries
 from fengine.worker.hub import resolve_model
 from fengine.worker.loader import spec_from_config
-from fengine.worker.safetensors_file import INDEX, SINGLE, read_config, reading
+from fengine.worker.safetensors_file import INDEX, SINGLE, read_config, read_shards, reading
 
 SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)  # of the scale that holds a group's largest value
 KEPT = ("wrouter", "wshared_gate")
@@ -74,7 +74,7 @@ def stored(module: str, matrix: Tensor, scheme: str, group: int) -> dict[str, Te
     if scheme == "fp8":
         codes = quantized.encoded(matrix, "fp8", 0)
         return {f"{module}.weight": codes.code_NK.view(torch.float8_e4m3fn), f"{module}.weight_scale": codes.scale_NG}
-    if matrix.shape[1] % group:
+    if group < 1 or matrix.shape[1] % group:
         raise SystemExit(f"{module}: {matrix.shape[1]} inputs are no multiple of --group {group}")
     codes = nearest(matrix, group)
     return {
@@ -87,18 +87,23 @@ def quantize(source: Path, target: Path, scheme: str, group: int) -> None:
     """Writes the checkpoint. Modifies: the directory `target`, which must not exist."""
     config = read_config(source)
     spec = spec_from_config(config)
+    if spec.quantization is not None:
+        raise SystemExit(f"{source} is quantized already, by {spec.quantization.method}")
     entries = read_entries(source, spec)
     weights = check_entries(source, spec, models.lookup(spec.architecture).weights(spec), entries, mixed=True)
     few = {
-        one.name for weight in weights for one in weight.sources
+        entries[one.name].stored for weight in weights for one in weight.sources
         if weight.matrix and weight.path[0] == "layers" and weight.path[-1] not in KEPT and len(one.shape) == 2
     }  # fmt: skip
+    entries = read_shards(source)  # by the names in the file
     ignore = sorted(name.removesuffix(".weight") for name in entries if name.endswith(".weight") and name not in few)
     ignore = [name for name in ignore if len(entries[f"{name}.weight"].shape) == 2 and "embed" not in name]
     target.mkdir(parents=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json"):
             shutil.copyfile(file, target / file.name)
+        elif file.is_dir() and file.name[0].isdigit():  # a module of sentence-transformers: 1_Pooling
+            shutil.copytree(file, target / file.name)
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     with reading(entries) as read:

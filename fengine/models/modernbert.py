@@ -69,7 +69,7 @@ def rename(spec: ModelSpec, name: str) -> str:
     name = name.removeprefix("model.")
     if name.startswith(("head.", "decoder.")) and not spec.num_labels:
         return ""
-    found = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    found = re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name)
     parts = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn.Wqkv": "self_attn.qkv_proj",
              "attn.Wo": "self_attn.o_proj", "mlp.Wi": "mlp.gate_up_proj", "mlp.Wo": "mlp.down_proj"}  # fmt: skip
     if found is not None:

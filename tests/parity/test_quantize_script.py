@@ -11,9 +11,11 @@ import pytest
 import torch
 from quantized_checkpoints import words
 from safetensors.torch import load_file
+from test_encoders import write as write_encoder
 from transformers import AutoModelForCausalLM
 
 from fengine import Engine
+from fengine.ops.quantized import Quantized
 from fengine.worker.hub import BOX
 from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.safetensors_file import read_config
@@ -53,6 +55,27 @@ def test_the_box_in_few_bits_still_answers(tmp_path: Path) -> None:
         assert config["quant_method"] == "compressed-tensors" and config["ignore"] == []
         with Engine(model_path=str(tmp_path / scheme), device="cpu") as engine:
             assert engine.generate(asked["text"], asked["sampling_params"])["text"]
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("bert", "w4a16"), ("modernbert", "fp8")])
+def test_an_encoder_keeps_its_names_and_folders(name: str, scheme: str, tmp_path: Path) -> None:
+    source, few = tmp_path / "source", tmp_path / "few"
+    write_encoder(source, name).to(torch.bfloat16).save_pretrained(source)
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text("{}")
+    quantize.quantize(source, few, scheme, 16)
+    assert (few / "1_Pooling" / "config.json").exists()
+    kept, made = load_file(source / "model.safetensors").keys(), load_file(few / "model.safetensors").keys()
+    end = "weight" if scheme == "fp8" else "weight_packed"
+    assert {key.removesuffix(".weight") for key in kept} == {
+        key.removesuffix(f".{end}").removesuffix(".weight") for key in made if not key.endswith(("_scale", "_shape"))
+    }
+    spec = spec_from_config(read_config(few))
+    assert isinstance(load_params(few, spec)["layers"][0]["wo"], Quantized)
+    with pytest.raises(SystemExit, match="quantized already"):
+        quantize.quantize(few, tmp_path / "again", scheme, 16)
+    with pytest.raises(SystemExit, match="no multiple of --group 0"):
+        quantize.quantize(source, tmp_path / "none", "w4a16", 0)
 
 
 @pytest.mark.skipif(
