@@ -65,6 +65,8 @@ def _tokens(config: dict[str, Any], where: str) -> dict[str, str]:
     """The text of every token that the config names: bos_token and its kin, and further ones."""
     found = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if not isinstance(more, (list, dict)):
+        raise ModelLoadError(f"{where}: extra_special_tokens must be a list or an object of tokens, got {more!r:.80}.")
     found |= more if isinstance(more, dict) else {f"{i}": value for i, value in enumerate(more)}
     texts: dict[str, str] = {}
     for key, value in found.items():

@@ -84,7 +84,7 @@ def test_bad_directories(tmp_path):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text(text)
     for broken, reason in [("{", "not valid JSON"), ("[]", "JSON object"), ('{"eos_token": {}}', "eos_token"),
-                           ('{"chat_template": 3}', "chat_template"),
+                           ('{"chat_template": 3}', "chat_template"), ('{"extra_special_tokens": 3}', "must be a list"),
                            ('{"added_tokens_decoder": {"x": {}}}', "added_tokens_decoder")]:  # fmt: skip
         (tmp_path / "tokenizer_config.json").write_text(broken)
         with pytest.raises(ModelLoadError, match=reason):
