@@ -235,6 +235,17 @@ def test_what_is_asked_of_all_comes_behind_what_is_told_again(calls: Calls, monk
     assert process.asked() == ["pause", "resume"]
 
 
+@pytest.mark.parametrize("calls", [True], indirect=True)
+def test_one_that_cannot_be_started_again_ends_no_other(calls: Calls) -> None:
+    calls.process(1).ended("was ended by SIGKILL")
+    calls.core.replicas[1].facts = None
+    calls.process(1).hear({"failed_start": ("ModelLoadError", "replica 1: no files")})
+    calls.process(1).ended("ended with exit status 0")
+    calls.finish(calls.submit([1]))
+    with pytest.raises(EngineDeadError, match="replica 1 of 2 has ended"):
+        calls.submit([1], dp_rank=1)
+
+
 def test_an_adapter_that_is_gone_is_not_told_again(calls: Calls) -> None:
     for i in range(3):
         calls.core.ask("adapters", "load", f"a{i}", "path", False, i)

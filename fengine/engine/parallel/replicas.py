@@ -49,7 +49,7 @@ class Replicas:
         self.system, self.config, self.size = REAL, config, config.parallel.dp_size
         self.inbox = Inbox(REAL)  # says whether requests and commands are taken
         self._lock = threading.Condition(cast(Any, self.inbox.lock))
-        self._changes = threading.Lock()
+        self._changes, self._began = threading.Lock(), False
         self.requests = OutputProcessor(cast(Any, self), self.abort)
         self._kept: dict[Any, list[Any]] = {}
         self.folder = tempfile.TemporaryDirectory(prefix="fengine-replicas-", ignore_cleanup_errors=True)
@@ -63,6 +63,7 @@ class Replicas:
         if self.inbox.end is not None:
             self.close()
             raise self.inbox.end
+        self._began = True
 
     def _start(self, replica: Replica) -> None:
         model, parallel = self.config.model, self.config.parallel
@@ -85,7 +86,11 @@ class Replicas:
                 if answer in replica.catching_up and (why := refusal(answer)):
                     logger.warning("replica %d was started again, but takes no requests: %s", replica.rank, why)
             if "failed_start" in told:
-                self.inbox.close(cast(Any, error_of(told["failed_start"])))
+                error = error_of(told["failed_start"])
+                if self._began:
+                    logger.warning("replica %d cannot be started again: %s", replica.rank, error)
+                else:
+                    self.inbox.close(cast(Any, error))
             if "ready" in told:
                 replica.facts = told["ready"]
                 replica.catching_up = self._ask(replica, *self._kept.values())
