@@ -14,13 +14,13 @@ from fengine.api.sglang_args import (
     draft_tokens,
     further_values,
     graphs_of,
-    json_object,
     log_harmless,
     refuse_foreign,
     set_log_level,
     with_foreign_fields,
 )
-from fengine.config import EngineConfig, check_home
+from fengine.config import EngineConfig
+from fengine.core.json_text import json_object
 from fengine.core.request import SamplingParams
 from fengine.core.scalars import MAX_BITS, plain, told
 from fengine.errors import ConfigError, GrammarError
@@ -258,8 +258,6 @@ class ServerArgs:
             _ = self.whitespace
         except GrammarError as error:
             raise ConfigError(str(error)) from error
-        if problems := check_home("crash_dump_folder", self.crash_dump_folder):
-            raise ConfigError(problems[0])
         if not self.weight_version:
             raise ConfigError("weight_version must be a text that is not empty")
         self.preferred()

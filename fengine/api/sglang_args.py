@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from fengine.api.arguments import unknown
 from fengine.config import KV_DTYPES, QUANTIZATIONS
+from fengine.core.json_text import json_object
 from fengine.core.scalars import told
 from fengine.errors import ConfigError, UnsupportedFeatureError
 
@@ -114,18 +115,6 @@ def set_log_level(level: str | None) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s"))
         logger.addHandler(handler)
-
-
-def json_object(name: str, given: Any) -> dict[str, Any]:
-    """A dict, or one as JSON; {} for None and "". Errors: ConfigError."""
-    try:
-        values = json.loads(given or "{}") if isinstance(given, str) else {} if given is None else given
-        json.dumps(values, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{name}: {error}, got {told(given)}") from None
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"{name} must be an object, a dict or its JSON, got {told(given)}")
-    return dict(values)
 
 
 def graphs_of(values: Mapping[str, Any]) -> tuple[int | None, bool]:

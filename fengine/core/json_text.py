@@ -4,6 +4,9 @@ import json
 import math
 from typing import Any, NoReturn
 
+from fengine.core.scalars import told
+from fengine.errors import ConfigError
+
 
 def refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
@@ -34,3 +37,16 @@ def parse_json(text: str) -> Any:
         return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def json_object(name: str, given: Any) -> dict[str, Any]:
+    """A dict whose keys are texts, or one as JSON; {} for None and "". Pure. Errors: ConfigError."""
+    try:
+        values = parse_json(given or "{}") if isinstance(given, str) else {} if given is None else given
+        json.dumps(values, allow_nan=False)
+        if isinstance(values, dict) and all(isinstance(key, str) for key in values):
+            return dict(values)
+        problem = "it is none"
+    except (ValueError, TypeError, RecursionError) as error:
+        problem = str(error)
+    raise ConfigError(f"{name} must be a JSON object, got {told(given)}: {problem}")

@@ -11,9 +11,9 @@ No text is told: ids and salts stand there as keyed hashes, whose key nobody kee
 that a scheduler looks at."""
 
 import json
+import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +31,7 @@ from fengine.core.speculation import Ask, Speculation
 from fengine.core.window_pages import WindowPages, Windows
 from fengine.errors import FengineError, InputFileError, InvariantError, StorageError
 
+logger = logging.getLogger("fengine")
 SEEN = ("logprob_start", "hidden", "pool", "min_new_tokens")  # that a scheduler heeds, with "lockstep" and "whole"
 NOW = ("num_scored", "num_seen", "num_cached")  # what steps change in a request beside the scheduler
 BITS = 48  # of a hash
@@ -159,7 +160,8 @@ class RecordedScheduler(Scheduler):
         if self._file is not None:
             try:
                 self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
-            except OSError:
+            except OSError as error:
+                logger.warning("the recording at %s ends here, torn: %s", self._file.name, error)
                 self._file = None
 
 
@@ -286,15 +288,12 @@ def _request(told: dict[str, Any], adapters: dict[int, Adapter]) -> Request:
 def replay(path: Path) -> tuple[int, int]:
     """Replays a recording; a last line that was torn off is left out. Returns its requests and steps. Errors:
     InputFileError; InvariantError, see `Replay.run`."""
-    events: list[dict[str, Any]] = []
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise OSError("it is no file")
-        for line in path.read_text().splitlines():
-            with suppress(ValueError):
-                events.append(json.loads(line))
+        events = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
         again = Replay(events[0]["scheduler"])
-    except (OSError, UnicodeDecodeError, LookupError, TypeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, LookupError, TypeError, ValueError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise InputFileError(f"{path} is no recording of a scheduler's steps: {problem}") from error
     return sum("add" in event for event in events), again.run(events[1:])

@@ -13,6 +13,7 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from fengine.core.scalars import flag
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.engine.engine_core import EngineCore
 from fengine.errors import FengineError, InvalidRequestError, ProfileError, UnsupportedFeatureError
@@ -47,10 +48,9 @@ def checked_start(
         if value is not None and (not isinstance(value, str) or not value or Path(value).name != value):
             raise InvalidRequestError(f"{name} must be usable as a file name, got {value!r:.80}.")
     stem = "-".join(part for part in (profile_prefix, profile_id or f"{time.time():.6f}") if part)
+    stacks = (flag("with_stack", with_stack or False), flag("record_shapes", record_shapes or False))
     path = _writable(output_dir) / f"{stem}.trace.json.gz"
-    return ProfileRequest(
-        str(path), start_step or 0, num_steps, _activities(activities), bool(with_stack), bool(record_shapes)
-    )
+    return ProfileRequest(str(path), start_step or 0, num_steps, _activities(activities), *stacks)
 
 
 def _refuse(others: dict[str, Any]) -> None:

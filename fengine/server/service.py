@@ -118,7 +118,11 @@ class Service:
         return self.engine.submit(plan.request, loop, **how)
 
     def _reserve(self, rows: int) -> None:
-        """Errors: ApiError 429 when they would be too many."""
+        """Errors: ApiError 429 when they would be too many, 400 when they always would."""
+        if rows > self.config.max_rows:
+            raise ApiError(
+                400, f"{rows} rows are more than serve.max_rows={self.config.max_rows}; ask for fewer at once."
+            )
         with self._lock:
             if rows > 0 and self.rows + rows > self.config.max_rows:
                 told = f"{self.rows} rows are open, and {rows} more would exceed serve.max_rows={self.config.max_rows}"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fengine.core.files import MAX_JSON_BYTES, open_regular, read_file, read_from
-from fengine.core.json_text import parse_json
+from fengine.core.json_text import json_object, parse_json
 from fengine.errors import CorruptCheckpointError, ModelLoadError, StorageError, UnsupportedFormatError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -63,7 +63,7 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
 
 def read_config(directory: Path, overrides: str = "") -> dict[str, Any]:
     """`config.json`, parsed strictly, with the values of the JSON object `overrides` over its own. Errors:
-    ModelLoadError; UnsupportedFormatError with only other weights."""
+    ModelLoadError, ConfigError; UnsupportedFormatError with only other weights."""
     if not directory.is_dir():
         kind = "is not a directory" if directory.exists() else "does not exist"
         raise ModelLoadError(f"model directory {directory} {kind}.")
@@ -73,7 +73,7 @@ def read_config(directory: Path, overrides: str = "") -> dict[str, Any]:
             f"{directory} holds {listing(directory)}; a model directory needs config.json and {SINGLE} (or {INDEX})."
         )
     refuse_quantization_file(directory / "hf_quant_config.json")
-    return read_json(directory / "config.json") | json.loads(overrides or "{}")
+    return read_json(directory / "config.json") | json_object("model.json_overrides", overrides)
 
 
 def refuse_quantization_file(path: Path) -> None:

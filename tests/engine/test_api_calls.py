@@ -80,6 +80,11 @@ def test_the_last_requests_are_written_when_the_engine_dies(tmp_path: Path) -> N
     assert "SECRET" not in text
 
 
+def test_no_folder_is_named_as_a_home() -> None:
+    with checksum_engine() as made, pytest.raises(ConfigError, match="crash_dump_folder='~nobody' begins with ~"):
+        Engine.from_parts(made._parts, ServerArgs("x", crash_dump_folder="~nobody"))
+
+
 def test_as_many_requests_wait_as_may(tmp_path: Path) -> None:
     with checksum_engine(rows=2) as engine:
         engine._parts.core.stepper.scheduler._waiting.most = 3

@@ -275,6 +275,8 @@ BAD: list[tuple[type[Exception], dict[str, Any]]] = [
     (InvalidRequestError, {"activities": "CPU"}),
     (InvalidRequestError, {"activities": []}),
     (InvalidRequestError, {"no_such": 1}),
+    (InvalidRequestError, {"with_stack": "no"}),
+    (InvalidRequestError, {"record_shapes": 1}),
     (UnsupportedFeatureError, {"activities": [["CPU"]]}),
     (UnsupportedFeatureError, {"activities": ["CPU", "MEM"]}),
     (UnsupportedFeatureError, {"activities": ["RPD"]}),

@@ -130,7 +130,14 @@ def test_a_torn_recording_is_replayed_as_far_as_it_goes(busy: Path, tmp_path: Pa
         replay(torn)
 
 
-@pytest.mark.parametrize("content", ["", "hello", "{}", "[1]\n", '{"scheduler": {"page_size": 1}}'])
+def test_a_line_that_was_damaged_is_not_left_out(busy: Path, tmp_path: Path) -> None:
+    lines = busy.read_text().splitlines()
+    (tmp_path / "other").write_text("\n".join([*lines[:5], lines[5][:-3], *lines[6:], ""]))
+    with pytest.raises(InputFileError, match="Expecting"):
+        replay(tmp_path / "other")
+
+
+@pytest.mark.parametrize("content", ["", "hello", "{}", "[" * 9999 + "\n", "[1]\n", '{"scheduler": {"page_size": 1}}'])
 def test_what_is_no_recording_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "other").write_text(content)
     with pytest.raises(InputFileError):
@@ -150,7 +157,7 @@ def test_the_command(busy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["replay", "--help"]) == 0
 
 
-def test_an_engine_records_its_steps(tmp_path: Path) -> None:
+def test_an_engine_records_its_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "steps.jsonl"
     config = EngineConfig(
         ModelConfig(path="box", device="cpu"), cache=CacheConfig(max_total_tokens=512),
@@ -163,6 +170,10 @@ def test_an_engine_records_its_steps(tmp_path: Path) -> None:
         engine.generate("hello", {"max_new_tokens": 3}, return_logprob=True, logprob_start_len=0)
     assert replay(path)[0] == 5
     assert "hello" not in path.read_text()
+    config = replace(config, scheduler=replace(config.scheduler, record="/dev/full"))
+    with caplog.at_level("WARNING"), Engine.from_config(config) as engine:
+        engine.generate("hello", {"max_new_tokens": 3})
+    assert "the recording at /dev/full ends here, torn" in caplog.text
     for odd in ("~", str(tmp_path), str(tmp_path / "a\0b"), "x" * 5000):
         with pytest.raises((ConfigError, StorageError), match="scheduler.record="):
             Engine.from_config(replace(config, scheduler=SchedulerConfig(record=odd)))

@@ -386,6 +386,7 @@ def test_saved_weights_load_again(name: str, tmp_path: Path) -> None:
             {"path": "~nosuchuser/x"},
             {"path": "x", "max_size": 0},
             {"path": "x", "pattern": "same.safetensors"},
+            {"path": "x", "pattern": "\udcff{part}.safetensors"},
         ):
             with pytest.raises(InvalidRequestError):
                 engine.save_sharded_model(**bad)  # type: ignore[arg-type]

@@ -114,6 +114,7 @@ def test_groups_that_cannot_be(two: tuple[Path, Path]) -> None:
         {"rank_offset": 2},
         {"world_size": 1},
         {"master_address": ""},
+        {"master_address": "a\0b"},
         {"group_name": ""},
         *({"timeout": timeout} for timeout in (0, -1, 1e30, float("nan"), None, "5", True)),
     ]

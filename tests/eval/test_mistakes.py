@@ -28,6 +28,17 @@ def config(*words: str):  # noqa: ANN201
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("model=null", "model=null: it takes the name of one option"),
+        ("sampling=[greedy,creative]", "it takes the name of one option; -m sweeps"),
+        ("=1", "=1: it takes the name of one option"),
+        *(
+            (f"model.json_overrides='{bad}'", "model.json_overrides must be a JSON object")
+            for bad in ("[1]", "null", "{bad", '{"a":1,"a":2}', '{"a":NaN}', "[" * 9999)
+        ),
+        *(
+            (f"chat.template_kwargs='{bad}'", "chat.template_kwargs must be a JSON object")
+            for bad in ("[1]", '{"a":1,"a":2}', '{"a":NaN}')
+        ),
         ("tp=2", "unknown key tp; fengine's word for it is parallel.tp_size"),
         ("gpu_memory_utilization=0.5", "cache.mem_fraction_static"),
         ("enforce_eager=true", "compile.cuda_graph=false"),

@@ -176,3 +176,5 @@ def test_the_queue_has_an_end(engine: Engine) -> None:
                 assert server.service.rows == 3 and server.ask("GET", "/health").status == 200
             assert read(link).status == 200
         assert server.ask("POST", "/v1/completions", {**GOOD, "n": 4}).status == 200
+        never = server.ask("POST", "/v1/completions", {**GOOD, "n": 5})  # however long it waited
+        assert never.status == 400 and "more than serve.max_rows=4" in never.error["message"]

@@ -142,6 +142,9 @@ def test_a_users_directory(tmp_path: Path) -> None:
     exam = compose(*mine, "experiment=exam", "prompts=[a]")[0]
     assert (exam.engine.model.path, exam.seed, exam.prompts) == ("/models/mine", 5, ["a"])
     assert compose(*mine, "--config-name", "night")[0].sampling.top_k == 3
+    for odd in ("5", "~: x", f"path: {'9' * 5000}"):
+        (tmp_path / "model" / "mine.yaml").write_text(odd)
+        assert "model/mine" in problem(*mine, "model=mine")
     assert "no such directory" in problem("--config-dir", str(tmp_path / "nope"))
 
 
@@ -205,7 +208,7 @@ MISTAKES = [
     ("model.path=${model.path}", "model.path"),
     ("prompts=Hello,you", "quote what is one text"),
     ("no equal sign", "write key=value"),
-    ("=3", "Config group"),
+    ("=3", "=3: it takes the name of one option"),
     ("model=[llama", "write key=value"),
     ("max_errors=-1", "max_errors must be at least 0"),
     ("hydra.job.chdir=true", "fixed"),

@@ -62,8 +62,8 @@ def check_arguments(
     wrong = {
         f"backend 'nccl' needs weights on a CUDA device, they are on {device}; use 'gloo'.":
             backend == "nccl" and not device.startswith("cuda"),
-        "master_address and group_name must be strings that are not empty.":
-            not all(isinstance(text, str) and text for text in (address, name)),
+        "master_address and group_name must be strings that are not empty, without NUL.":
+            not all(isinstance(text, str) and text and "\0" not in text for text in (address, name)),
         f"master_port must be from 1 to 65535, got {told(port)}.": type(port) is not int or not 0 < port < 65536,
         f"rank_offset must be from 1 to world_size - 1 (rank 0 is the trainer's), got rank_offset={told(rank)} and "
         f"world_size={told(world_size)}.": not whole or not 1 <= rank < world_size,

@@ -68,7 +68,7 @@ def _shard_name(pattern: Any, part: int) -> str:
         again = pattern.format(rank=0, part=part + 1)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise InvalidRequestError(f"pattern must be a text with {{part}}, got {told(pattern)}: {error}") from None
-    if name == again or Path(name).name != name or not name.endswith(".safetensors"):
+    if name == again or Path(name).name != name or not name.isprintable() or not name.endswith(".safetensors"):
         raise InvalidRequestError(f"pattern must name .safetensors files by {{part}}, got {told(pattern)}.")
     return name
 

@@ -198,7 +198,9 @@ def parsed(words: Sequence[str], schema: Schema) -> list[Override]:
         seen.add(key)
         if override.is_delete():
             raise ConfigError(f"{override.input_line:.500}: no key can be taken away; give it another value")
-        guard.check_override(override.input_line or key, key, override.value(), schema)
+        guard.check_override(override.input_line or key, key, value := override.value(), schema)
+        if (value is None or isinstance(value, (int, float, list, dict))) and os.path.isdir(guard.conf_dir() / key):
+            raise ConfigError(f"{override.input_line:.500}: it takes the name of one option; -m sweeps over several")
     return found
 
 

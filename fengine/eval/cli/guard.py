@@ -209,7 +209,10 @@ class ConfigFiles(ConfigRepository):
             for source in self.sources:
                 if source.scheme() == "file" and source.is_config(config_path):
                     check_yaml(Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml"))
-            self.known[config_path] = super().load_config(config_path)
+            try:
+                self.known[config_path] = super().load_config(config_path)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{config_path} cannot be read: {_short(str(error))}") from error
         return copy.deepcopy(self.known[config_path])
 
 
@@ -222,10 +225,7 @@ def check_yaml(path: Path) -> None:
     try:
         root = yaml.compose(path.read_bytes().decode(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         if root is not None and _values(root, {}) > MAX_NODES:
-            problem = f"has more than {MAX_NODES:,} values, each counted as often as aliases name it"
-            raise ConfigError(f"{path} {problem}")
-    except ConfigError:
-        raise
+            raise ValueError(f"it has more than {MAX_NODES:,} values, each counted as often as aliases name it")
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error or type(error).__name__}") from error
 

@@ -1,7 +1,6 @@
 """The schemas of runs: `RunConfig` of prompts, `EvalConfig` of tasks, and their checks. No torch, no Hydra. A run of
 prompts is an evaluation that scores nothing: `evaluation_of` says which. `conf/` repeats defaults for readers."""
 
-import json
 import re
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
@@ -9,6 +8,7 @@ from typing import Any
 
 from fengine import config as engine_config
 from fengine.config import EngineConfig
+from fengine.core.json_text import json_object
 from fengine.core.sampling_params import PARAMETERS, SamplingParams
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli.schema import Schema
@@ -97,7 +97,7 @@ class TemplateConfig:
 
     @property
     def values(self) -> dict[str, Any]:
-        return json.loads(self.template_kwargs or "{}")
+        return json_object("chat.template_kwargs", self.template_kwargs)
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,7 @@ def check_judge(config: EvalConfig) -> list[str]:
     try:
         SamplingParams.of(judge.parameters)
     except FengineError as error:
-        return [*problems, f"task.judge.sampling: {error}"]
-    except (TypeError, ValueError):
-        return [*problems, f"task.judge.sampling must be a JSON object, got {judge.sampling!r:.80}"]
+        return [*problems, str(error) if isinstance(error, ConfigError) else f"task.judge.sampling: {error}"]
     strange = [name for name in judge.parameters if name not in names]
     return problems + [f"task.judge.sampling has no {name!r}; there are {', '.join(names)}" for name in strange]
 
@@ -220,7 +218,16 @@ def _blank(text: str | None) -> bool:
 
 def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
     problems = engine_config.check(config.engine) + engine_config.check_adapter(config.adapter, config.engine.lora)
-    problems += _check_template(config.chat) + engine_config.check_home("out", config.out)
+    model, chat = config.engine.model, config.chat
+    for key, text in {
+        "model.json_overrides": model.json_overrides,
+        "chat.template_kwargs": chat.template_kwargs,
+    }.items():
+        try:
+            json_object(key, text)
+        except ConfigError as error:
+            problems.append(str(error))
+    problems += engine_config.check_home("out", config.out)
     try:
         compile_patterns(SamplingParams.of(config.sampling.as_dict()).stop_regex)
     except FengineError as error:
@@ -233,14 +240,6 @@ def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
     if not -(2**63) <= config.seed < 2**63:
         problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
     return problems
-
-
-def _check_template(chat: TemplateConfig) -> list[str]:
-    try:
-        wrong = not isinstance(chat.values, dict)
-    except ValueError:
-        wrong = True
-    return [f"chat.template_kwargs must be a JSON object, got {chat.template_kwargs!r:.80}"] * wrong
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

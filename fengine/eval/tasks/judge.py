@@ -4,7 +4,6 @@
 answers, have seeds of their own, and are computed again by `fengine verify` as these are.
 """
 
-import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,7 @@ from functools import cached_property
 from itertools import permutations
 from typing import Any
 
+from fengine.core.json_text import json_object
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.tasks.columns import column, filled, problem
 from fengine.eval.tasks.scoring import Extractor
@@ -61,7 +61,7 @@ class JudgeConfig(Tuples):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        return {"temperature": 0.0} | json.loads(self.sampling or "{}")
+        return {"temperature": 0.0} | json_object("task.judge.sampling", self.sampling)
 
 
 def judge_of(values: dict[str, Any] | None) -> JudgeConfig:
