@@ -170,3 +170,28 @@ def test_what_every_request_would_be_refused_for_is_told_before_the_load(
     assert run.main([*(["chat"] if "model.context_length=64" in words else ["prompts=[a]"]), *words]) == run.USAGE
     told = capsys.readouterr().err
     assert said in told and "loading" not in told and not any(tmp_path.rglob("manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "said"),
+    [
+        ([{"q": "a"}] * 30, ["prompts=in.jsonl"], "(it has 'q'); give exactly one"),
+        ([{"q": "a"}] * 30, ["prompts=in.jsonl"], "none of the first 20 rows can be used"),
+        (["a", "b"], ["prompts=in.jsonl"], "line 1 (byte 0) must be a JSON object, got str; none of its 2 rows"),
+        ([{"custom_id": "r", "body": {}}], ["prompts=in.jsonl"], "fengine batch IN.jsonl OUT.jsonl runs these"),
+        (
+            [{"q": "a"}],
+            ["eval", "task=jsonl", "task.data=in.jsonl", "task.prompt={p}"],
+            "has no column 'p'; it has 'q'",
+        ),
+    ],
+)
+def test_rows_of_which_none_can_be_asked_are_told_before_the_load(
+    rows: list[object], words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run.main(words) == run.USAGE
+    told = capsys.readouterr().err
+    assert said in told and "loading" not in told

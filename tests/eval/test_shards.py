@@ -63,8 +63,8 @@ def test_merged_shards_are_the_run(shards: int, engines: list[FakeEngine]) -> No
     assert run.main(["diff", "whole", "m"]) == run.OK
     config = Path("m/config.yaml").read_text()
     assert (
-        config.partition("out: ")[2].splitlines()[1:]
-        == Path("whole/config.yaml").read_text().partition("out: ")[2].splitlines()[1:]
+        config.partition("\nout: ")[2].splitlines()[1:]
+        == Path("whole/config.yaml").read_text().partition("\nout: ")[2].splitlines()[1:]
     )
     sessions = {row["session"] for row in records(Path("m/timings.jsonl"))}
     assert sessions == set(range(1, len(merged["sessions"]) + 1)) and merged["merged"][0]["shard"] == f"1/{shards}"

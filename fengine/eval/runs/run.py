@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 
 from fengine.config import EngineConfig
 from fengine.core.sampling_params import SamplingParams
-from fengine.errors import EngineClosedError, EngineDeadError, StorageError
+from fengine.errors import EngineClosedError, EngineDeadError, FengineError, InputFileError, StorageError
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED
 from fengine.eval.cli.engines import EngineCache, model_directory, refuse_sampling, report
 from fengine.eval.cli.schema import Point, nested
@@ -27,8 +28,8 @@ from fengine.eval.runs.config import Trace as TraceKind
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
 from fengine.eval.runs.index import RowIndex, RowTable, index_rows, reopen
 from fengine.eval.runs.journal import Journal, read_at
+from fengine.eval.runs.loop import ALIKE, Job, Loop
 from fengine.eval.runs.loop import INTERRUPTED as CUT_OFF
-from fengine.eval.runs.loop import Job, Loop
 from fengine.eval.runs.manifest import now
 from fengine.eval.runs.output import Export
 from fengine.eval.runs.record import finish, is_finished, read_metrics
@@ -36,8 +37,8 @@ from fengine.eval.runs.sweep import figure
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.columns import names_columns
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.task import Task
-from fengine.eval.tasks.task_config import base_directory
+from fengine.eval.tasks.task import BadRow, Task
+from fengine.eval.tasks.task_config import Format, base_directory
 
 Ended = tuple[int, dict[str, Any] | None]  # exit code of a run, and its metrics.json if it has come to its end
 
@@ -59,6 +60,8 @@ def run_point(
     remedy = "another out=DIR" if export is None else "hydra.run.dir=DIR or another out="
     with RunFolder(point.directory, remedy) as folder:
         if not (folder.path / MANIFEST).exists():
+            if config.task.format is not Format.batch:  # its rows are the server's to read
+                refuse_rows(open_task(config.task, base, lambda *_: [0]))
             refuse_demands(config, config.task.max_new_tokens, screen)
         one = open_run(folder, point, manifest.identity(config, task, rows), rows, base, screen, export)
         if one.table.left < rows.rows:
@@ -87,6 +90,23 @@ def refuse_demands(config: RunConfig | EvalConfig, own: int | None, screen: Quie
     if params.grammar_key is not None or tokens is not None:
         with screen.opening(f"reading {config.engine.model.path}"):
             refuse_sampling(config.engine, params, tokens)
+
+
+def refuse_rows(task: Task) -> None:
+    """Tells before a model is loaded that no row, or for one reason none of the first ALIKE, can be asked. Errors:
+    InputFileError."""
+    errors = []
+    for row in islice(task.rows(), ALIKE):
+        try:
+            if isinstance(row, BadRow):
+                raise InputFileError(row.message)
+            task.asks(row)
+            return
+        except FengineError as error:
+            errors.append(str(error))
+    if errors and (len(errors) < ALIKE or len({error.partition(": ")[2] for error in errors}) == 1):
+        more = f"; none of {'the first' if len(errors) == ALIKE else 'its'} {count(len(errors), 'row')} can be used"
+        raise InputFileError(errors[0] if len(errors) == 1 else errors[0].rstrip(".") + more)
 
 
 def load(config: EngineConfig, engines: EngineCache, screen: QuietView) -> Any:

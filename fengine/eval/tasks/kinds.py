@@ -72,6 +72,8 @@ class _Task:
             there = f" (it has {', '.join(map(repr, list(data)[:12])) or 'no column'})"
             what = " and ".join(given) if given else f"none of prompt, messages, input_ids{there}"
             template = "fengine eval task=jsonl task.data=FILE " if self.config.format is Format.prompts else ""
+            if {"custom_id", "body"} <= data.keys():
+                raise problem(row, "is a request of OpenAI's batch format: fengine batch IN.jsonl OUT.jsonl runs these")
             raise problem(
                 row, f"holds {what}; give exactly one, or a template of columns: {template}task.prompt='{{question}}'"
             )
