@@ -284,3 +284,10 @@ def test_rows_and_positions_of_images_are_those_of_their_request_alone() -> None
     inputs.release([1])
     positions.append(inputs.fields(behind, np.array([5]), np.array([1]))["rope_pos_3I"].tolist())
     assert positions == [[[3]] * 3, [[5]] * 3]
+
+
+def test_what_cannot_be_read_is_named_by_its_place(engine: Engine) -> None:
+    images: Any = engine._parts.images
+    for given, index in (([picture(0), 5], 1), ([[picture(0)], [picture(1), picture(2), 5]], 2), (5, 0)):
+        with pytest.raises(InvalidRequestError, match=rf"image_data\[{index}\]"):
+            images.read_all(given)

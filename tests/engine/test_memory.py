@@ -249,3 +249,4 @@ def test_kept_weights_come_back_whatever_they_were(checkpoint: Path) -> None:
                 ask(engine)
             engine.resume_memory_occupation(tags)
             assert ask(engine) == before
+            assert not engine._parts.memory.device._kept  # nor is their copy any more

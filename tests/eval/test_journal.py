@@ -311,3 +311,20 @@ def test_rows_that_were_there_before_are_not_shown_again(tmp_path: Path) -> None
             order.advance()
             assert len(exported) == count
     assert (exported, shown) == ([0, 1, 2, 3], [2, 4])
+
+
+def test_rows_behind_one_that_did_not_finish_are_exported(tmp_path: Path) -> None:
+    lines, table, exported = [line(i) for i in range(4)], RowTable(4), list[Any]()
+    (tmp_path / "j").write_bytes(b"".join(lines))
+    export: Any = SimpleNamespace(
+        put=lambda entry: exported.append(entry.head[0]), put_error=lambda data, error: exported.append(error["type"])
+    )
+    nothing: Any = SimpleNamespace()
+    with InOrder(table, tmp_path / "j", export, 0, nothing) as order:
+        for index in (1, 3):
+            table.put(index, True, sum(map(len, lines[:index])))
+            order.put(index)
+        order.fed = 3
+        order.advance()
+        order.end({0: nothing, 2: nothing})
+    assert [one if type(one) is int else "none" for one in exported] == ["none", 1, "none", 3]

@@ -1,9 +1,10 @@
 """Adapters that cannot be used: each is refused as a whole, with the tensor or setting that is wrong."""
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_adapters
@@ -12,6 +13,7 @@ from tiny_checkpoints import SIZES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fengine.core.request import Adapter
 from fengine.errors import AdapterError, UnsupportedFormatError
 from fengine.lora.adapters import Adapters, adapter_directory
 from fengine.lora.layout import ALONE, Layout, all_finite, all_sites, kinds_of
@@ -266,6 +268,14 @@ def test_numbers_beyond_floats_and_keys_that_are_none_are_told(values: dict[str,
     with pytest.raises(AdapterError, match=next(iter(values))):
         parse_config(GIVEN | values, "config")
     parse_config(GIVEN | {"lora_alpha": 10**38}, "config")
+
+
+def test_what_another_thread_has_read_meanwhile_is_not_read_again() -> None:
+    adapters, load = cast(Any, Adapters.__new__(Adapters)), Adapter("a", 1, None)
+    found = iter([None, load])
+    adapters._loading, adapters._used = threading.Lock(), lambda name: next(found)
+    adapters._reload = lambda name: pytest.fail("it is there")
+    assert adapters.resolve("a") is load
 
 
 def test_patterns_say_rank_and_alpha_each_by_themselves() -> None:

@@ -332,8 +332,10 @@ def test_metrics_count(server: Live, client: Any) -> None:
     until(server.quiet)  # rows of clients that another test let go are counted when the server notices
     before = page()
     client.completions.create(model="box", prompt=[PROMPTS[0], PROMPTS[1]], max_tokens=5, temperature=0)
+    assert server.ask("GET", "/of-nobody").status == 404
     until(server.quiet)
     after = page()
+    assert not any("of-nobody" in name for name in after)  # a client cannot add names
     for name, more in (
         ('request_success_total{finished_reason="length"}', 2),
         ("generation_tokens_total", 10),
@@ -342,6 +344,7 @@ def test_metrics_count(server: Live, client: Any) -> None:
         ("time_to_first_token_seconds_count", 2),
         ("request_generation_tokens_sum", 10),
         ('http_requests_total{path="/v1/completions",status="200"}', 1),
+        ('http_requests_total{path="other",status="404"}', 1),
     ):
         assert after[f"fengine:{name}"] - before.get(f"fengine:{name}", 0) == more, name
     for name in ("sglang:generation_tokens_total", "vllm:generation_tokens_total"):

@@ -1,5 +1,6 @@
 """Endpoints beside OpenAI's completions: each answer is that of the engine's call behind it, or the same chat's."""
 
+import asyncio
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +23,18 @@ from starlette.routing import Mount
 from starlette.websockets import WebSocketDisconnect
 
 from fengine.api.engine import Engine
+from fengine.api.streams import IndexQueue
+from fengine.errors import NumericsError
+from fengine.server import answers
 from fengine.server.answers import usage_of
 from fengine.server.app import make_app
+from fengine.server.choices import token_bytes
 from fengine.server.config import log_to_stderr
 from fengine.server.endpoints import ENDPOINTS, open_api
 from fengine.server.gate import Access
 from fengine.server.messages import to_chat
 from fengine.server.metrics import status_line
+from fengine.server.openai_body import read_chat
 
 BOX = Path(__file__).resolve().parents[2] / "fengine" / "models" / "box"
 PROMPT = "Once upon a time"
@@ -428,6 +435,38 @@ def test_a_templates_own_switch_goes_before_thinking() -> None:
     assert to_chat(body)["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
     asked = to_chat(body | {"chat_template_kwargs": switches})
     assert asked["chat_template_kwargs"] == switches | {"thinking": True} and asked["separate_reasoning"] is True
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_call_where_one_is_asked_for(alone: bool) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    choice = {"type": "auto", "disable_parallel_tool_use": alone}
+    assert to_chat({"messages": [], "max_tokens": 1, "tool_choice": choice})["parallel_tool_calls"] is not alone
+    chosen = {"type": "function", "function": {"name": "f"}} if alone else "required"
+    chat = read_chat({"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": chosen}, 4)
+    assert chat.chat_options.parallel is not alone
+
+
+def test_nothing_comes_behind_an_error_of_a_stream() -> None:
+    def read(index: int) -> None:
+        raise NumericsError("not finite")
+
+    ready = IndexQueue()
+    ready.put(0)
+    call: Any = SimpleNamespace(states=[1], open={0}, ready=ready, read=read)
+    writer: Any = SimpleNamespace(first=lambda: b"first", failed=lambda error: b"failed", last=lambda outputs: b"last")
+
+    async def told() -> list[bytes]:
+        return [piece async for piece in answers.events(call, writer)]
+
+    assert asyncio.run(told()) == [b"first", b"failed"]
+
+
+def test_a_prompt_that_spells_what_the_tokenizer_puts_in_front_has_its_width(engine: Engine, server: Live) -> None:
+    begin = token_bytes(engine.tokenizer, engine.tokenizer.bos_id or 0).decode()
+    body = {"prompt": f"{begin}a", "echo": True, "logprobs": 0, "max_tokens": 1, "add_special_tokens": False}
+    (choice,) = post(server, "/v1/completions", body)["choices"]
+    assert choice["logprobs"]["tokens"][:2] == [begin, "a"] and choice["logprobs"]["text_offset"][:2] == [0, len(begin)]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
