@@ -216,10 +216,13 @@ def rope_spec(read: ConfigReader, width: int, max_position: int, partial: bool =
     if not isinstance(new, dict) or not isinstance(old, dict):
         read.problems.append("rope_parameters and rope_scaling must be objects or null")
         return RopeSpec(1.0)
-    said = {("rope_type" if key == "type" else key): value for key, value in old.items()}
-    if new and any(new.get(key) != value for key, value in said.items()):
+    theta = {"rope_theta": config.get("rope_theta", 10000.0)}
+    before, now = (
+        theta | {("rope_type" if key == "type" else key): value for key, value in rope.items()} for rope in (old, new)
+    )
+    if new and old and before != now:  # transformers takes the old key alone
         read.problems.append(f"rope_scaling {old!r} contradicts rope_parameters {new!r}; remove one")
-    rope = {"rope_theta": config.get("rope_theta", 10000.0), **old, **new}
+    rope = {**theta, **old, **new}
     _refuse_rope(rope, config, partial)
     if config.get("original_max_position_embeddings") is not None:  # transformers prefers it to that of the embedding
         rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]

@@ -262,6 +262,10 @@ def test_bad_sizes_name_the_field(name: str, value: Any) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}}, "rope_theta must be above 1.0"),
         ({"rope_parameters": 3}, "must be objects or null"),
         ({"rope_scaling": tiny_checkpoints.LLAMA3_ROPE}, "rope_scaling .* contradicts rope_parameters"),
+        (
+            {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+            "contradicts rope_parameters",
+        ),
         ({"hidden_size": 0, "vocab_size": 0}, "hidden_size must.*\n.*vocab_size must"),  # all problems at once
     ],
 )
