@@ -36,7 +36,8 @@ def read_from(file: BinaryIO, path: Path, most: int) -> bytes:
     """Up to `most` bytes. Modifies: the position in `file`."""
     data = b""
     try:
-        while len(data) < most and (more := file.read(most - len(data))):
+        size = max(os.fstat(file.fileno()).st_size + 1, 4096)  # a read takes memory for all that it may bring
+        while len(data) < most and (more := file.read(min(most - len(data), size))):
             data += more
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}.") from None

@@ -37,10 +37,8 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}; download it again.") from None
     except (RecursionError, ValueError) as error:  # or a number of thousands of digits
-        raise ModelLoadError(f"{path} is not usable JSON: {error}.") from None
+        raise ModelLoadError(f"{path} is not valid JSON: {error}; download it again.") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}.")
     return value

@@ -6,7 +6,6 @@ sentence-transformers describes it by `modules.json` (a list of modules, each wi
 `config.json`. A checkpoint without them is pooled as SGLang does: the last token, normalised. What is done to a text
 before it is tokenized stands in `sentence_bert_config.json` and `config_sentence_transformers.json`."""
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fengine.core.files import open_regular, read_file
+from fengine.core.json_text import parse_json
 from fengine.errors import InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.kv_state import Params
 from fengine.models.modernbert import EPS as HEAD_EPS
@@ -122,8 +122,8 @@ def _read(path: Path, where: str = "", kind: type = dict) -> Any:
 def _parsed(path: Path, kind: type = dict) -> Any:
     """An object, or a list of objects. Errors: ModelLoadError."""
     try:
-        value = json.loads(read_file(path).decode())
-    except (ValueError, RecursionError) as error:
+        value = parse_json(read_file(path).decode())
+    except ValueError as error:
         raise ModelLoadError(f"{path} cannot be read: {error}.") from error
     objects = value if kind is list and isinstance(value, list) else [value]
     if not isinstance(value, kind) or not all(isinstance(one, dict) for one in objects):

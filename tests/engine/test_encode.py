@@ -160,6 +160,10 @@ def test_pooling_that_is_not_built(tmp_path: Path, pooling: Any, error: type[Exc
 
 
 def test_bad_modules(tmp_path: Path) -> None:
+    write_modules(tmp_path, {}, "Transformer", "Pooling")
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean", "pooling_mode": "max"}')
+    with pytest.raises(ModelLoadError, match="key 'pooling_mode' occurs twice"):
+        read_pooling(tmp_path, {"hidden_size": 8})
     write_modules(tmp_path, {}, "Transformer", "Pooling", "LayerNorm", "Normalize")
     with pytest.raises(UnsupportedFeatureError, match="LayerNorm are not built"):
         read_pooling(tmp_path, {"hidden_size": 8})

@@ -185,6 +185,13 @@ def test_what_no_command_can_take_is_told_in_a_few_lines(
     assert len(said) < 1500 and len(said.splitlines()) <= 6, said
 
 
+def test_memory_that_ends_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        raise MemoryError
+
+    assert command.ended(work) == run.USAGE and "the host's memory ended" in capsys.readouterr().err
+
+
 def test_help_of_every_command_needs_no_torch() -> None:
     code = (
         "import sys\n"

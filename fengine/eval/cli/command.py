@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, StorageError
+from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, OutOfMemoryError, StorageError
 from fengine.eval.cli import compose
 from fengine.eval.cli.engines import report
 from fengine.eval.cli.schema import Schema
@@ -38,6 +38,8 @@ def ended(work: Callable[[], int], program: str = "fengine") -> int:
         return INTERRUPTED
     except FengineError as error:
         return reported(error)
+    except MemoryError:
+        return reported(OutOfMemoryError("the host's memory ended; free some, or let this process have more"))
     except BrokenPipeError:  # the reader of our standard output has gone: nothing is left to say, nor to be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

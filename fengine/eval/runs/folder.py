@@ -19,16 +19,14 @@ Content = bytes | str | dict[str, Any]
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """A file's JSON object; None if there is no such file. Errors: StorageError that names file and place."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a named pipe would be waited for
+        raise StorageError(f"{path} is no file; restore it, or choose another out=DIR")
     try:
-        if path.exists() and not path.is_file():  # a named pipe would be waited for
-            raise StorageError(f"{path} is no file; restore it, or choose another out=DIR")
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict):
             raise ValueError("it holds no object")
     except FileNotFoundError:
         return None
-    except StorageError:
-        raise
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
