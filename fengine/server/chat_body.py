@@ -122,8 +122,10 @@ def _joined(parts: list[Any], where: str) -> Any:
         return [{"type": "text", "text": _joined([part], where)} if not is_image(part) else part for part in parts]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if not texts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        kinds = [part.get("type") for part in parts if isinstance(part, dict) and part.get("type") != "text"]
+        other = f"a part of type {kinds[0]!r:.80} is" if kinds else "other media are"
         raise invalid("messages", f'{where}.content must be a string or {{"type": "text", "text": …}} and '
-                      "image_url parts; other media are not built.")  # fmt: skip
+                      f"image_url parts; {other} not built.")  # fmt: skip
     return "\n".join(map(str, texts))
 
 

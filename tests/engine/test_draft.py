@@ -188,5 +188,5 @@ def test_bad_settings_are_refused_by_name(target: str, tmp_path: Path) -> None:
         Engine(model_path=target, speculative_algorithm="NGRAM", speculative_draft_model_path=target)
     with pytest.raises(UnsupportedFeatureError, match="NGRAM, STANDALONE, EAGLE3"):
         Engine(model_path=target, speculative_algorithm="EAGLE", speculative_draft_model_path=target)
-    with pytest.raises(UnsupportedFeatureError, match="eagle_topk=4.*trees of drafts"):
+    with pytest.raises(UnsupportedFeatureError, match="eagle_topk=4.*trees of drafts .chains only"):
         answers(target, target, speculative_eagle_topk=4)

@@ -19,7 +19,7 @@ from fengine.eval.runs.answering import Asker
 from fengine.eval.runs.compare import compare_row
 from fengine.eval.runs.index import index_rows
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.task import Ask, BadRow
+from fengine.eval.tasks.task import Ask, BadRow, Row
 from fengine.eval.tasks.task_config import Match, TaskConfig, TaskKind, check
 
 TEXT = "user: <image>\nwhat is it?\nassistant: "
@@ -69,6 +69,20 @@ def test_answers_about_images_are_read_again(temperature: float, folder: Path, t
         found = asyncio.run(_read_again(asker, ask, {"output_ids": answer.token_ids}, sampling))
     start = 3 if temperature == 0.7 else 0
     assert found == (answer.token_ids[start:], answer.logprobs[start:], start)
+
+
+def test_parts_of_messages_are_images_as_those_of_the_column(folder: Path) -> None:
+    words = {"type": "text", "text": "what is it?"}
+    parts = [{"type": "image_url", "image_url": {"url": "of rows/1.png"}}, words]
+    rows = [
+        {"messages": [{"role": "user", "content": parts}]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}, words]}], "seen": ["of rows/1.png"]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "none.png"}]}]},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second, third = open_task(CONFIG, folder).rows()
+    assert isinstance(first, Row) and isinstance(second, Row) and first.data == second.data
+    assert isinstance(third, BadRow) and "none.png" in third.message
 
 
 def test_a_run_knows_of_images_that_change(folder: Path) -> None:

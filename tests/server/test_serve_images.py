@@ -111,6 +111,13 @@ def test_completions_of_chats(engine: Engine, server: Live) -> None:
     assert cut.status == 400 and b"truncate_prompt_tokens of a chat with images" in cut.body
 
 
+def test_a_part_that_is_not_built_is_named(server: Live) -> None:
+    content = [{"type": "video_url", "video_url": {"url": "a.mp4"}}, {"type": "text", "text": "what?"}]
+    body = {"model": server.service.model, "messages": [{"role": "user", "content": content}]}
+    answer = server.ask("POST", "/v1/chat/completions", body)
+    assert answer.status == 400 and b"a part of type 'video_url' is not built" in answer.body
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
 def test_files_of_this_machine_are_not_read(server: Live, tmp_path: Path, path: str) -> None:
     secret = tmp_path / "secret.png"

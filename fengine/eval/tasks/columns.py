@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fengine.api.chat_images import without_images
 from fengine.core.sampling_params import PARAMETERS
 from fengine.errors import InputFileError, MissingExtraError
 from fengine.eval.tasks.task import BadRow, Row, Scores
@@ -79,15 +80,19 @@ def filled(template: str, row: Row) -> str:
 def with_digests(row: Row | BadRow, column: str, base: Path) -> Row | BadRow:
     """The row with the SHA-256 of each image beside it, so that a run knows of images that change. `base` is what
     relative paths are under. A row whose images cannot be read is a bad one."""
-    if isinstance(row, BadRow) or row.data.get(column) is None:
+    if isinstance(row, BadRow):
         return row
+    data = row.data
     try:
-        found = [
-            {"image": item, "sha256": digest_of(item, read_image(item, base))} for item in _items(row.data[column])
-        ]
+        if data.get(column) is None and data.get("messages") is not None:  # whose parts may have some
+            messages, inside = without_images(data["messages"])
+            data = data | {"messages": messages, column: inside} if inside else data
+        if data.get(column) is None:
+            return row
+        found = [{"image": item, "sha256": digest_of(item, read_image(item, base))} for item in _items(data[column])]
     except (OSError, ValueError) as error:
         return BadRow(row.id, 0, f"row {row.id!r}: column {column!r}: {error}")
-    return Row(row.id, row.data | {column: found})
+    return Row(row.id, data | {column: found})
 
 
 def images_of(row: Row, column: str, base: Path) -> tuple[str, ...]:
