@@ -73,6 +73,11 @@ class VisionSpec:
     def head_dim(self) -> int:
         return self.width // self.num_heads
 
+    @property
+    def pixels(self) -> tuple[int, ...]:
+        """The last dimensions of what a processor has to make."""
+        return self.channels, self.image_size, self.image_size
+
 
 @dataclass(frozen=True)
 class Scheme:

@@ -49,6 +49,10 @@ class OneVision(VisionSpec):
     sizes: tuple[tuple[int, int], ...] = ()
     most: int = 9
 
+    @property
+    def pixels(self) -> tuple[int, ...]:
+        return self.channels, self.tile, self.tile
+
 
 class Cut(NamedTuple):
     """Of an image: rows and columns of tiles; of their patches the part that is not padding, and how many are kept."""

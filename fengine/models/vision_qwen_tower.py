@@ -29,6 +29,10 @@ class QwenVision(VisionSpec):
     deep_layers: tuple[int, ...] = ()
     side: int = 0
 
+    @property
+    def pixels(self) -> tuple[int, ...]:
+        return (self.channels * self.frames * self.patch**2,)
+
 
 def windows(vision: QwenVision, height: int, width: int) -> tuple[np.ndarray, list[int]]:
     """The order of an image's squares window by window, and how many patches each window has. Pure."""

@@ -166,6 +166,12 @@ class Images:
     def _process(self, pixels_HWC: np.ndarray) -> list[Any]:
         processor: Any = self._load()
         features = processor(images=[pillow.fromarray(pixels_HWC)], return_tensors="np", **dict(self.family.options))
+        shape, pixels, merge = np.shape(features["pixel_values"]), self.spec.pixels, self.spec.merge
+        if shape[-len(pixels) :] != pixels or getattr(processor, "merge_size", merge) != merge:
+            raise InvalidRequestError(
+                f"its processor makes pixels of {list(shape)}, which are not those of config.json: [..., "
+                f"{', '.join(map(str, pixels))}] with merge_size {merge}; correct preprocessor_config.json"
+            )
         return self.family.pieces(self.spec, {name: np.asarray(value) for name, value in features.items()})
 
     def _load(self) -> Any:

@@ -1,5 +1,6 @@
 """Images in prompts: what comes in, what is drawn, and that no neighbour changes a bit of it."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,6 +201,25 @@ def test_samples_streams_and_weights(engine: Engine) -> None:
 def test_bad_images_are_named(engine: Engine, ids: Any, images: Any, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why):
         ask(engine, ids, images)
+
+
+WRONG = [
+    ("llava", {"do_center_crop": False}), ("llava", {"crop_size": {"height": 14, "width": 14}}),
+    ("smolvlm", {"max_image_size": {"longest_edge": 35}}), ("llava_onevision", {"size": {"height": 20, "width": 20}}),
+    ("qwen2_5_vl", {"patch_size": 8}), ("qwen2_5_vl", {"merge_size": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, change", WRONG)
+def test_a_processor_that_does_not_fit_the_tower_ends_no_engine(
+    family: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tiny_vision.write(tmp_path, family) / "preprocessor_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with Engine(model_path=str(tmp_path), **OPTIONS) as engine:
+        with pytest.raises(InvalidRequestError, match=r"image_data\[0\]: its processor makes pixels of"):
+            ask(engine, ONE, picture(1, 100, 30))
+        assert engine.generate(None, GREEDY, [5, 6])["output_ids"]
 
 
 def test_a_model_for_text_takes_none() -> None:
