@@ -95,7 +95,7 @@ class ServerArgs:
     cuda_graph_bs_decode: list | tuple | None = None
     enable_torch_compile: bool | None = setting(None, "compile.enabled")  # None: only on a GPU without CUDA graphs
     speculative_algorithm: str | None = None  # "NGRAM"; "STANDALONE": a small model; "EAGLE3": a head
-    speculative_draft_model_path: str | None = setting(None, "speculation.draft_model")
+    speculative_draft_model_path: str | None = setting(None, "speculation.draft")
     speculative_num_steps: int | None = None  # guesses of the small model; its draft tokens are one more
     speculative_num_draft_tokens: int | None = None  # of a row in one step, its own token included
     speculative_adaptive: bool = setting(True, "speculation.adaptive")  # as many guesses of a request as pay

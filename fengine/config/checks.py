@@ -102,9 +102,9 @@ def _check_sizes(config: EngineConfig) -> list[str]:
             f"cache.page_size ({cache.page_size}) is larger than cache.max_total_tokens ({cache.max_total_tokens}): "
             "the pool would hold no page"
         )
-    if (drafts.draft_model is None) == drafts.algorithm.drafts:
+    if (drafts.draft is None) == drafts.algorithm.drafts:
         problems.append(
-            f"speculation.draft_model is {drafts.draft_model!r} with speculation.algorithm={drafts.algorithm.value}: "
+            f"speculation.draft is {drafts.draft!r} with speculation.algorithm={drafts.algorithm.value}: "
             "it belongs to standalone and eagle3, which need it"
         )
     tokens, rows = scheduler.max_step_tokens, scheduler.max_running_requests

@@ -124,7 +124,7 @@ class SpeculationConfig:
     `num_draft_tokens` is SGLang's: the most tokens of a row in one step, its own included. Drafts fill a step up to
     `step_tokens` tokens; a step that has as many already is full of work and gets none. The last `ngram_min_match`
     tokens must have occurred before; copies are compared up to `ngram_max_match` tokens back.
-    `draft_model` is the checkpoint of `standalone` or `eagle3`, as `model.path`; with `ngram_first` it guesses where no
+    `draft` is the checkpoint of `standalone` or `eagle3`, as `model.path`; with `ngram_first` it guesses where no
     copy of at least four tokens is found. `adaptive`: of each request as much is guessed as pays."""
 
     algorithm: Algorithm = Algorithm.none
@@ -132,7 +132,7 @@ class SpeculationConfig:
     step_tokens: int | None = None
     ngram_min_match: int = 2
     ngram_max_match: int = 12
-    draft_model: str | None = None
+    draft: str | None = None
     ngram_first: bool = False
     adaptive: bool = True
 

@@ -37,7 +37,7 @@ class SmallModel:
         self.spec = replace(spec_from_config(config), exact=False)  # no bit depends on it
         if not self.spec.generates or not self.spec.causal or self.spec.vocab_size != target.vocab_size:
             raise ConfigError(
-                f"speculation.draft_model {str(directory)!r} is {self.spec.architecture} with a vocabulary of "
+                f"speculation.draft {str(directory)!r} is {self.spec.architecture} with a vocabulary of "
                 f"{self.spec.vocab_size}; a draft generates text from the target's, of {target.vocab_size}"
             )
         self.params = load_params(directory, self.spec, dtype=settings.model.dtype, device=device_of(settings))

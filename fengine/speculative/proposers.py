@@ -120,7 +120,7 @@ def _prices(
     price = guess + (EXPERTS if target.experts else VERIFY[kind])
     if Pace(most, price).size:
         return price, (TOLL + guess, CROWD)
-    logger.warning("a guess of speculation.draft_model takes %.2f of a step here, more than it can bring", price)
+    logger.warning("a guess of speculation.draft takes %.2f of a step here, more than it can bring", price)
     return (price, (TOLL, CROWD)) if target.experts else (DEAR, (0.0, 0.0))
 
 
@@ -135,13 +135,13 @@ def share_of(kind: str, draft: tuple[int, int], target: tuple[int, int]) -> floa
 
 def _head(config: EngineConfig, target: ModelSpec, params: Params) -> Head:
     drafts = config.speculation
-    assert drafts.draft_model is not None, "`check` has run"
-    directory: Path = resolve_model(drafts.draft_model)
+    assert drafts.draft is not None, "`check` has run"
+    directory: Path = resolve_model(drafts.draft)
     hf_config: Config = eagle3.flat(read_config(directory))
     eagle = eagle3.is_head(hf_config)
     if eagle != (drafts.algorithm is Algorithm.eagle3):
         raise ConfigError(
-            f"speculation.draft_model {drafts.draft_model!r} has architectures {hf_config.get('architectures')!r}: "
+            f"speculation.draft {drafts.draft!r} has architectures {hf_config.get('architectures')!r}: "
             f"use speculation.algorithm={'eagle3' if eagle else 'standalone'}"
         )
     return (

@@ -182,9 +182,9 @@ def test_bad_settings_are_refused_by_name(target: str, tmp_path: Path) -> None:
         answers(target, target, speculative_num_steps=9)
     with pytest.raises(ConfigError, match="give 4, or leave one"):
         answers(target, target, speculative_num_steps=3, speculative_num_draft_tokens=9)
-    with pytest.raises(ConfigError, match="draft_model is None"):
+    with pytest.raises(ConfigError, match="speculation.draft is None"):
         Engine(model_path=target, speculative_algorithm="STANDALONE")
-    with pytest.raises(ConfigError, match="draft_model.*belongs to standalone and eagle3"):
+    with pytest.raises(ConfigError, match="speculation.draft is.*belongs to standalone and eagle3"):
         Engine(model_path=target, speculative_algorithm="NGRAM", speculative_draft_model_path=target)
     with pytest.raises(UnsupportedFeatureError, match="NGRAM, STANDALONE, EAGLE3"):
         Engine(model_path=target, speculative_algorithm="EAGLE", speculative_draft_model_path=target)

@@ -72,7 +72,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "kv_cache_dtype": ("fp8_e4m3", lambda c: c.cache.kv_cache_dtype == "fp8_e4m3"),
     "is_embedding": (True, lambda c: c.model.is_embedding),
     "speculative_algorithm": ("NGRAM", lambda c: c.speculation.algorithm.name == "ngram"),
-    "speculative_draft_model_path": ("small", lambda c: c.speculation.draft_model == "small"),
+    "speculative_draft_model_path": ("small", lambda c: c.speculation.draft == "small"),
     "speculative_adaptive": (False, lambda c: not c.speculation.adaptive),
     "speculative_num_steps": (4, lambda c: c.speculation.num_draft_tokens == 5),
     "speculative_num_draft_tokens": (5, lambda c: c.speculation.num_draft_tokens == 5),
