@@ -56,20 +56,19 @@ class Tower:
         """`graphs`: of the runner, which are dropped with the memory that they name; None: nothing is captured."""
         self.family, self.params, self.spec, self.graphs = family, params, spec, graphs
         self.dtype, self.device = params["final_norm_D"].dtype, params["final_norm_D"].device
+        self.coming = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.sizes: OrderedDict[Hashable, None] = OrderedDict()  # that have come
 
     def encode(self, image: Image) -> Tensor:
         """The embeddings of its tokens, which hold until the next image. Pure but for what it keeps."""
-        arrays = {name: torch.from_numpy(array) for name, array in image.arrays.items()}
         with torch.no_grad(), current_device(str(self.device)):
-            if self.device.type == "cuda":
-                arrays = {name: x.pin_memory() if x.is_floating_point() else x for name, x in arrays.items()}
+            arrays = {name: self._sent(torch.from_numpy(array)) for name, array in image.arrays.items()}
             key = ("tower", *((name, x.shape, _facts(x)) for name, x in sorted(arrays.items())))
             static = self._known(key, arrays)
             if static is None:
-                return self._run({name: self._sent(x) for name, x in arrays.items()})
+                return self._run(arrays)
             for name, x in static.arrays.items():
-                x.copy_(arrays[name], non_blocking=True)
+                x.copy_(arrays[name])
             assert self.graphs is not None and self.graphs.replay(key)
             return static.found_ID
 
@@ -78,7 +77,7 @@ class Tower:
         if self.graphs is None:
             return None
         if key in self.sizes and key not in self.graphs.beside:
-            self._capture(key, {name: self._sent(x) for name, x in arrays.items()})
+            self._capture(key, arrays)
         self.sizes[key] = None
         self.sizes.move_to_end(key)
         if len(self.sizes) > SIZES:
@@ -103,8 +102,17 @@ class Tower:
             self.graphs.beside[key] = Static(arrays, found_ID, reads.alive())
 
     def _sent(self, x: Tensor) -> Tensor:
-        """On the device; whole numbers, which decide shapes, stay. Pure."""
-        return x.to(self.device, non_blocking=True) if x.is_floating_point() else x
+        """In the tower's dtype on the device, where it arrives while the image before is encoded; whole numbers, which
+        decide shapes, stay. Pure."""
+        if self.coming is None or not x.is_floating_point():
+            return x
+        stream, pinned = torch.cuda.current_stream(self.device), torch.empty(x.shape, dtype=self.dtype, pin_memory=True)
+        pinned.copy_(x)
+        with torch.cuda.stream(self.coming):
+            found = pinned.to(self.device, non_blocking=True)
+        stream.wait_stream(self.coming)
+        found.record_stream(stream)
+        return found
 
     def _run(self, arrays: dict[str, Tensor]) -> Tensor:
         return self.family.encode(self.params, self.spec, arrays).to(self.dtype)
