@@ -224,7 +224,8 @@ class Checks:
         if new and not self.rows.pool.windowed and self._spare() < -1:
             raise InvariantError(f"{new[-1].rid!r} is admitted, and others lack {-self._spare()} pages")
         if new and not alone and not output.drafts and isinstance(self.rows.pool, WindowPages):
-            chunk = -(-output.counts[planned.index(new[-1])] // self.rows.page_size) + 1
+            first = max(output.counts[planned.index(request)] for request in new)  # whichever was admitted last
+            chunk = -(-first // self.rows.page_size) + 1
             if (left := self._spare_windows(self.rows.pool)) < -1 - chunk:
                 raise InvariantError(f"{new[-1].rid!r} is admitted, and others lack {-left} window pages")
         self.hits += sum([starts[request] for request in new])
