@@ -27,7 +27,7 @@ from fengine.core.sampling_params import SamplingParams
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.simulated_device import SimulatedDevice
-from fengine.core.speculation import Ask, Speculation
+from fengine.core.speculation import Ask, Speculation, known_ids
 from fengine.core.window_pages import WindowPages, Windows
 from fengine.errors import FengineError, InputFileError, InvariantError, StorageError
 
@@ -66,7 +66,7 @@ class RecordedScheduler(Scheduler):
         self._hashes, self._told, self._guesses, self._waits, self._scheduling = Hashes(), {}, {}, {}, False
         speculation: Speculation | None = settings.get("speculation")
         if speculation is not None:
-            settings["speculation"] = replace(speculation, propose=self._noted(speculation.propose), reveal=None)
+            settings["speculation"] = replace(speculation, propose=self._noted(speculation), reveal=None)
         plain = {name: value for name, value in settings.items() if name not in ("policy", "speculation")}
         guesses = None if speculation is None else [getattr(speculation, name) for name in SPECULATION]
         policy = settings.get("policy", Policy.fcfs).value
@@ -125,12 +125,12 @@ class RecordedScheduler(Scheduler):
         self._write({"update": output.step, "draws": draws, "bad": bad, "faults": sorted(faults or ())})
         return finished
 
-    def _noted(self, propose: Callable[[Sequence[Ask]], Sequence[Sequence[int]]]) -> Any:
+    def _noted(self, speculation: Speculation) -> Any:
         def noted(asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
-            found = propose(asks)
+            found = speculation.propose(asks)
             for ask, guess in zip(asks, found, strict=True):
-                if guess:
-                    self._guesses[ask.request.rid] = self._hashes.all(guess[: ask.most])
+                if guess := known_ids(guess, ask.most, speculation.vocab_size):
+                    self._guesses[ask.request.rid] = self._hashes.all(guess)
                 self._waits[ask.request.rid] = [ask.drafting.try_from, ask.drafting.gain, ask.drafting.hope_from]
             return found
 

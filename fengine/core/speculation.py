@@ -118,7 +118,7 @@ def schedule_drafts(batch: SchedulerOutput, rows: Rows, speculation: Speculation
             continue
         request, held = ask.request, len(ask.request.pages)
         room = (held + spare) * rows.page_size - request.num_computed
-        draft = _known(proposal, min(ask.most, room, -(-left // wanting)), speculation.vocab_size)
+        draft = known_ids(proposal, min(ask.most, room, -(-left // wanting)), speculation.vocab_size)
         wanting -= 1
         if not draft:
             continue
@@ -161,7 +161,7 @@ def _shared(asks: list[Ask], left: int) -> list[Ask]:
     return [ask._replace(most=share) if ask.most > share else ask for ask in asks]
 
 
-def _known(proposal: Sequence[int], most: int, vocab_size: int) -> list[int]:
+def known_ids(proposal: Sequence[int], most: int, vocab_size: int) -> list[int]:
     """Its first `most` tokens, as far as they are ids that the model has. Pure."""
     draft: list[int] = []
     for token in proposal[: max(most, 0)]:

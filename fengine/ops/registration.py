@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
-from torch.autograd import profiler
 
 triton: Any
 tl: Any
@@ -66,11 +64,10 @@ LIBRARY = torch.library.Library("fengine", "DEF")
 def register(
     schema: str, on_cuda: Callable[..., Any], on_cpu: Callable[..., Any], fake: Callable[..., Any] | None = None
 ) -> Any:
-    """Defines `fengine::<schema>`; returns what calls it, by position. `fake` gives empty results of the exact shapes
-    and dtypes: None, if the result is like the first argument, or there is none.
+    """Defines `fengine::<schema>`; returns the op. `fake` gives empty results of the exact shapes and dtypes: None, if
+    the result is like the first argument, or there is none.
 
     `Library.define` rather than `custom_op`: half the dispatch time, and a decode step of a small model is ~40 calls.
-    On a CPU, where no graph hides it, `on_cpu` is called without the dispatcher, unless torch is to see the op.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -78,27 +75,7 @@ def register(
     LIBRARY.impl(name, on_cuda, "CUDA")
     fake = fake or (nothing if schema.endswith("()") else alike)
     torch.library.register_fake(f"fengine::{name}", fake, lib=LIBRARY)
-    op = getattr(torch.ops.fengine, name).default
-
-    def call(*args: Any) -> Any:
-        return on_cpu(*args) if ordinary(args[0]) and not watched() else op(*args)
-
-    return call
-
-
-def ordinary(x: Any) -> bool:
-    """Whether x has its values in the CPU's memory, and no gradient is wanted of what comes from it."""
-    return type(x) is Tensor and x.is_cpu and not x.requires_grad
-
-
-def watched() -> bool:
-    """Whether torch compiles, records, transforms or intercepts what this thread calls."""
-    return (
-        torch.compiler.is_compiling()
-        or profiler._is_profiler_enabled
-        or torch._C._len_torch_dispatch_stack() > 0
-        or maybe_current_level() is not None
-    )
+    return getattr(torch.ops.fengine, name).default
 
 
 def alike(x: Tensor, *_: Any) -> Tensor:

@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._inductor.utils import run_and_get_code
-from torch._subclasses import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -28,7 +25,6 @@ from fengine.ops import (
     layer_norm,
     linear,
     quantized,
-    registration,
     rms_norm,
     rope,
     sampling,
@@ -444,27 +440,6 @@ def op_samples() -> dict[str, tuple]:
 @pytest.mark.parametrize("name", op_samples())
 def test_registration(name: str):
     torch.library.opcheck(getattr(torch.ops.fengine, name.split()[0]).default, op_samples()[name])
-
-
-class Own(int):
-    """What the dispatcher makes an int of."""
-
-
-def test_on_a_cpu_the_dispatcher_stands_between_only_where_torch_watches() -> None:
-    seen = []
-    op = registration.register(
-        "seen(Tensor x, int n) -> Tensor", lambda *_: None, lambda x, n: seen.append(type(n)) or x + n
-    )
-    assert op(torch.zeros(2), Own(3)).tolist() == [3.0, 3.0] and seen == [Own]
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        op(torch.zeros(2), Own(3))
-    assert "fengine::seen" in {event.key for event in recorded.key_averages()}
-    with FlopCounterMode(display=False):
-        op(torch.zeros(2), Own(3))
-    assert op(torch.zeros(2, requires_grad=True), Own(3)).requires_grad
-    assert op(FakeTensorMode().from_tensor(torch.zeros(2)), Own(3)).shape == (2,)
-    assert torch.func.vmap(lambda x: op(x, Own(3)))(torch.zeros(1, 2)).tolist() == [[3.0, 3.0]]
-    assert seen == [Own, *[int] * 4]
 
 
 def small_model(
