@@ -48,7 +48,7 @@ BOUNDS: dict[str, tuple[int, int | None]] = {
 
 def check(config: EngineConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
-    return _check_bounds(config) + _check_sizes(config) + _check_lora(config.lora)
+    return _check_bounds(config) + _check_values(config) + _check_sizes(config) + _check_lora(config.lora)
 
 
 def _check_bounds(config: EngineConfig) -> list[str]:
@@ -63,6 +63,11 @@ def _check_bounds(config: EngineConfig) -> list[str]:
         seconds = getattr(config.scheduler, name)
         if seconds is not None and not 0 < seconds < math.inf:
             problems.append(f"scheduler.{name} must be null or seconds greater than 0, got {seconds}")
+    return problems
+
+
+def _check_values(config: EngineConfig) -> list[str]:
+    problems = []
     fraction = config.cache.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         problems.append(f"cache.mem_fraction_static must be in (0, 1), got {fraction}")

@@ -3,7 +3,7 @@
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from fengine.engine.parts import Parts, compile_count
 from fengine.engine.profiling import Profile
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
-from fengine.engine.workers import Features, make_worker, pool_of
+from fengine.engine.workers import Features, Worker, make_worker, pool_of
 from fengine.models.kv_state import KVState
 from fengine.models.spec import ModelSpec
 from fengine.ops.compiler import private_cache_dir
@@ -120,14 +120,7 @@ def assemble(
         core.stepper.watch(Deadlines(core.requests, *limits))
     weights = LiveWeights(loaded.params, spec, loaded.model_dir, loaded.from_disk, group)
     updates = WeightUpdates(weights, core, ranks)
-    empty, input_batch, guesses = pool_of(config, loaded.spec, worker), worker.input_batch, worker.runner.guess_token_S
-
-    def new_kv() -> KVState:  # names no worker, whose first KV state it would keep
-        kv = empty()
-        if speculation is not None:
-            speculation.open(kv, input_batch, guesses)
-        return kv
-
+    new_kv = kv_maker(config, loaded.spec, worker, speculation)
     memory = DeviceMemory(worker.runner, weights, new_kv, page_size, core.stepper.swap_kv, speculation)
     if ranks is not None:
         ranks.attach(core)
@@ -141,6 +134,21 @@ def assemble(
         images=features.images(config, loaded.model_dir, spec, loaded.tokenizer),
         phases={**loaded.seconds, "kv_cache_allocation": worker.pool_seconds},
     )  # fmt: skip
+
+
+def kv_maker(
+    config: EngineConfig, spec: ModelSpec, worker: Worker, speculation: Speculation | None
+) -> Callable[[], KVState]:
+    """Of empty KV states, a draft's beside it. It names no worker, whose first KV state it would keep."""
+    empty, input_batch, guesses = pool_of(config, spec, worker), worker.input_batch, worker.runner.guess_token_S
+
+    def new_kv() -> KVState:
+        kv = empty()
+        if speculation is not None:
+            speculation.open(kv, input_batch, guesses)
+        return kv
+
+    return new_kv
 
 
 def make_scheduler(

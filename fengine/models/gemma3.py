@@ -52,12 +52,7 @@ def gemma_windows(
 
 def ropes_by_type(config: Config, far_theta: float, near_theta: float) -> tuple[Config, Config]:
     """Of full layers and of sliding ones, as in `rope_parameters` per layer type, or by the keys of transformers 4."""
-    both, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    if isinstance(both, dict) and both.keys() & {FULL, SLIDING}:  # transformers 5.0 wrote these beside the types
-        both = {key: rope for key, rope in both.items() if (key, rope) not in BESIDE}
-    ropes = [scaling, both, *(both.values() if isinstance(both, dict) else ())]
-    if any(type(rope or {}) is not dict for rope in ropes) or both.keys() - {FULL, SLIDING}:
-        raise UnsupportedArchitectureError(f"rope_parameters must be per layer type, got {both or scaling!r:.200}.")
+    both, scaling = _by_type(config), config.get("rope_scaling") or {}
     if both and scaling:
         raise UnsupportedArchitectureError("rope_scaling beside rope_parameters: remove one.")
     if "type" in scaling and "rope_type" not in scaling:  # which transformers does not look at here
@@ -67,6 +62,17 @@ def ropes_by_type(config: Config, far_theta: float, near_theta: float) -> tuple[
     for rope in (far, near):  # transformers truncates in any case
         refuse_others(rope, {"truncate": True})
     return far, near
+
+
+def _by_type(config: Config) -> Config:
+    """`rope_parameters` per layer type. Errors: UnsupportedArchitectureError, for ropes that are no objects, too."""
+    both, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if isinstance(both, dict) and both.keys() & {FULL, SLIDING}:  # transformers 5.0 wrote these beside the types
+        both = {key: rope for key, rope in both.items() if (key, rope) not in BESIDE}
+    ropes = [scaling, both, *(both.values() if isinstance(both, dict) else ())]
+    if any(type(rope or {}) is not dict for rope in ropes) or both.keys() - {FULL, SLIDING}:
+        raise UnsupportedArchitectureError(f"rope_parameters must be per layer type, got {both or scaling!r:.200}.")
+    return both
 
 
 FAMILY = Family(

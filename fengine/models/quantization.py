@@ -228,13 +228,19 @@ def _target(name: str) -> str:
     return f"(?:{name[3:]}).*" if name.startswith("re:") else ".*" if name == "Linear" else re.escape(name)
 
 
+PACKED: dict[tuple[object, object, object], Literal["int4", "int8"]] = {
+    ("pack-quantized", "int", 4): "int4",
+    ("pack-quantized", "int", 8): "int8",
+}
+
+
 def _packed(weights: ConfigReader, form: object, read: ConfigReader) -> Scheme:
     """How one group of compressed-tensors is stored."""
     _refuse_rest(weights, {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic",
                            "actorder", "scale_dtype", "zp_dtype"})  # fmt: skip
-    bits, kind = _one_of(weights, "num_bits", (4, 8), None), _one_of(weights, "type", ("int", "float"), "int")
     if weights.config.get("dynamic"):
         raise _unbuilt("weights whose scales are dynamic")
+    bits, kind = _one_of(weights, "num_bits", (4, 8), None), _one_of(weights, "type", ("int", "float"), "int")
     _one_of(weights, "actorder", ("group", "weight", "static", "dynamic", True, False), False)
     strategy = weights.config.get("strategy") or ("group" if weights.config.get("group_size") else "tensor")
     zeros = not weights.flag("symmetric", True)
@@ -242,8 +248,8 @@ def _packed(weights: ConfigReader, form: object, read: ConfigReader) -> Scheme:
     columns = _group(weights) if strategy == "group" else 0
     read.problems += weights.problems
     found = (form, kind, bits)
-    if found in (("pack-quantized", "int", 4), ("pack-quantized", "int", 8)) and strategy in ("group", "channel"):
-        return Scheme("packed", "int4" if bits == 4 else "int8", (1, columns), zeros=zeros, ordered=ordered)
+    if found in PACKED and strategy in ("group", "channel"):
+        return Scheme("packed", PACKED[found], (1, columns), zeros=zeros, ordered=ordered)
     if form in FLOATS and (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block") and not zeros:
         block = _block(read, weights.config.get("block_structure"), "block_structure") if strategy == "block" else None
         return Scheme("float", "fp8", block)

@@ -142,14 +142,17 @@ class DraftModel:
         return [kind(proposals.get(i, [])[: sizes.get(i)]) for i in range(len(asks))]
 
     def _sizes(self, asks: Sequence[Ask]) -> dict[int, int]:
-        """Guesses of the asks that get a proposal, by their index. Of many new rows a few are tried first, which saves
-        the others a try where nothing can be guessed. Modifies: the scouts."""
+        """Guesses of the asks that get a proposal, by their index. Modifies: the scouts."""
         sizes: dict[int, int] = {}
         for i, ask in enumerate(asks):
             known, pace = len(ask.request.token_ids), ask.drafting.memo.pace
             size = min(pace.size, ask.most, self.spec.max_position - known)
             if ask.tried and ask.skip == 0 and known >= pace.resume_at and size >= ask.least:
                 sizes[i] = size
+        return self._scouted(asks, sizes)
+
+    def _scouted(self, asks: Sequence[Ask], sizes: dict[int, int]) -> dict[int, int]:
+        """Of many new rows a few, which saves the others a try where nothing can be guessed. Modifies: the scouts."""
         new = {i: asks[i].drafting.memo for i in sizes if asks[i].drafting.memo.pace.new}
         sent = [i for i in new if new[i].pace in self.scouts]  # the draft catches up with them
         if self.price and len(new) > ALL and (sent or not self.scouts):

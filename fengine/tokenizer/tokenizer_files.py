@@ -72,10 +72,14 @@ def _tokens(config: dict[str, Any], where: str) -> dict[str, str]:
         if not isinstance(text, str):
             raise ModelLoadError(f'{where}: {key} must be a string or an object with a string "content".')
         texts[key] = text
+    _check_listed(config, where)
+    return texts
+
+
+def _check_listed(config: dict[str, Any], where: str) -> None:
     listed = config.get("added_tokens_decoder", {})
     if not isinstance(listed, dict) or not all(i.isdecimal() and isinstance(t, dict) for i, t in listed.items()):
         raise ModelLoadError(f"{where}: added_tokens_decoder must be an object of tokens by id.")
-    return texts
 
 
 def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -81,18 +81,11 @@ class Pooling:
 
 def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     """What `directory`, whose parsed config.json is `config`, says. Errors: ModelLoadError, UnsupportedFeatureError."""
-    sizes = config.get("matryoshka_dimensions") or []
-    if not isinstance(sizes, list) or any(type(size) is not int or size < 1 for size in sizes):
-        raise ModelLoadError(f"config.json: matryoshka_dimensions must be a list of sizes, got {sizes!r:.80}.")
+    sizes = _dimensions(config)
     if not os.path.lexists(directory / "modules.json"):
-        return Pooling(sizes=tuple(sizes))
+        return Pooling(sizes=sizes)
     folders = _modules(directory)
-    kinds = [kind for kind, _ in folders]
-    if unknown := sorted(set(kinds) - set(MODULES)):
-        raise UnsupportedFeatureError(f"modules.json: the modules {', '.join(unknown)} are not built.")
-    normalize = kinds[-1:] == ["Normalize"]
-    if kinds[:2] != [*MODULES[:2]] or set(kinds[2 : len(kinds) - normalize]) - {"Dense"}:
-        raise ModelLoadError(f"modules.json: expected Transformer, Pooling, perhaps Dense and Normalize, got {kinds}.")
+    normalize = _normalizes([kind for kind, _ in folders])
     pool, with_prompt = _pool(folders[1][1] / "config.json", config.get("hidden_size"))
     prompt = _prompt(directory / "config_sentence_transformers.json")
     if prompt and pool != "last" and not with_prompt:
@@ -104,7 +97,24 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     if normalize and folders[-1][1] != directory and os.path.lexists(path := folders[-1][1] / "config.json"):
         _read(path, "a Normalize module's config.json")
     limits = _text_limits(directory)
-    return Pooling(pool, normalize, tuple(sizes), prompt, *limits, tuple(dense))
+    return Pooling(pool, normalize, sizes, prompt, *limits, tuple(dense))
+
+
+def _dimensions(config: dict[str, Any]) -> tuple[int, ...]:
+    sizes = config.get("matryoshka_dimensions") or []
+    if not isinstance(sizes, list) or any(type(size) is not int or size < 1 for size in sizes):
+        raise ModelLoadError(f"config.json: matryoshka_dimensions must be a list of sizes, got {sizes!r:.80}.")
+    return tuple(sizes)
+
+
+def _normalizes(kinds: list[str]) -> bool:
+    """Whether the last of these modules is Normalize. Errors: UnsupportedFeatureError, ModelLoadError."""
+    if unknown := sorted(set(kinds) - set(MODULES)):
+        raise UnsupportedFeatureError(f"modules.json: the modules {', '.join(unknown)} are not built.")
+    normalize = kinds[-1:] == ["Normalize"]
+    if kinds[:2] != [*MODULES[:2]] or set(kinds[2 : len(kinds) - normalize]) - {"Dense"}:
+        raise ModelLoadError(f"modules.json: expected Transformer, Pooling, perhaps Dense and Normalize, got {kinds}.")
+    return normalize
 
 
 def _read(path: Path, where: str = "", kind: type = dict) -> Any:
