@@ -1,7 +1,9 @@
 """Random texts of a grammar, without a model: what the tests of grammars share."""
 
 import random
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -36,6 +38,22 @@ CLOSERS = [TOKENS.index(c) for c in (b'"', b"}", b"]", b")")]
 
 
 DEFAULT = Whitespace()
+
+
+@contextmanager
+def core_seconds(most: float) -> Iterator[None]:
+    """What is inside fails once this process has worked so long; time in which it waits, or others work, is no part."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"more than {most} seconds of a core")
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, most)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @cache

@@ -28,7 +28,7 @@ from fengine.api.tokenizer_manager import TokenizerManager
 from fengine.api.types import CallOptions, GenerateOutput, SamplingParamsDict
 from fengine.config import EngineConfig
 from fengine.core.request import Request, SamplingParams
-from fengine.engine.build import build
+from fengine.engine.build import build, memory_told
 from fengine.engine.parts import Parts
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammars
@@ -94,6 +94,7 @@ class Engine:
         engine._start(parts, args or every_option_on, owned=owned)
         return engine
 
+    @memory_told()
     def _start(self, parts: Parts, args: ServerArgs, *, owned: bool) -> None:
         grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), args.whitespace)
         preferred = args.preferred()

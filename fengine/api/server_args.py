@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from fengine.api.sglang_args import (
     OPTIONS,
+    cli_object,
     draft_tokens,
     further_values,
     graphs_of,
@@ -195,8 +196,9 @@ class ServerArgs:
     @property
     def hidden_states_mode(self) -> str | None:
         """The most that a call may ask for: None, "last" or "full"."""
-        full = self.enable_return_hidden_states or self.return_hidden_states
-        return "full" if full else self.return_hidden_states_mode
+        return (
+            "full" if self.enable_return_hidden_states or self.return_hidden_states else self.return_hidden_states_mode
+        )
 
     def preferred(self) -> dict[str, Any]:
         """`preferred_sampling_params`, checked. Errors: ConfigError."""
@@ -215,7 +217,7 @@ class ServerArgs:
             if list in get_args(f.type):
                 parser.add_argument(*words, nargs="+")
             elif dict in get_args(f.type) and str not in get_args(f.type):
-                parser.add_argument(*words, type=json.loads)
+                parser.add_argument(*words, type=cli_object)
             elif bool in (type(f.default), *get_args(f.type)):
                 parser.add_argument(*words, action=argparse.BooleanOptionalAction, default=f.default)
             else:

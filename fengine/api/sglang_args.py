@@ -2,6 +2,7 @@
 defaults (0.5.23 and older releases) by the reason why they have no effect here: *harmless* ones are accepted whatever
 their value, *refused* ones only where they are off, which is their default, None or a value of `also_off`."""
 
+import argparse
 import json
 import logging
 import os
@@ -41,6 +42,14 @@ TIMEOUTS = {  # environment variables of SGLang, which has no arguments for thes
     "scheduler.running_timeout": "SGLANG_REQ_RUNNING_TIMEOUT",
 }
 _LORA_KEYS = {"lora_name", "lora_path", "pinned"}
+
+
+def cli_object(text: str) -> dict[str, Any]:
+    """A JSON object on a command line. Pure. Errors: ArgumentTypeError, the only one whose message argparse tells."""
+    try:
+        return json_object("the value", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def with_foreign_fields(cls: type[C]) -> type[C]:

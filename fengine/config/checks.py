@@ -83,6 +83,8 @@ def _check_values(config: EngineConfig) -> list[str]:
         )
     if config.model.device == "":
         problems.append("model.device must be null, cpu, cuda or cuda:N, got ''")
+    if config.model.tokenizer_path == "":
+        problems.append("model.tokenizer_path must be null or a path, got ''; leave it out for the model's own")
     problems += check_home("model.download_dir", config.model.download_dir)
     problems += check_home("multimodal.image_folder", config.multimodal.image_folder)
     return problems + check_home("scheduler.record", config.scheduler.record)

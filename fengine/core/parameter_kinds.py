@@ -4,6 +4,7 @@ Errors: InvalidRequestError and its kinds."""
 import difflib
 import json
 import math
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,6 +15,7 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_BYTES = 1024
 MAX_BIASES = 1024
 MAX_BIAS = 1e30  # a finite float32
+_LONE = re.compile(r"[\ud800-\udfff]")
 MAX_DEPTH, MAX_BITS = 32, 4096  # nesting of what is like JSON; of its whole numbers
 # Known to SGLang's users but not built. A value that means "off" is accepted, anything else is refused by name.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {"beam_width": (None, 1), "watermark": (None,)}
@@ -23,6 +25,10 @@ def _texts(name: str, value: Any, vocab_size: int | None = None) -> tuple[str, .
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else None
     if texts is None or any(not isinstance(s, str) for s in texts):
         raise InvalidRequestError(f"{name} must be a string or a list of strings, got {told(value)}.")
+    for text in texts:
+        if lone := _LONE.search(text):
+            found = f"the lone surrogate U+{ord(lone[0]):04X}"
+            raise InvalidRequestError(f"{name} holds {found}, which no output can hold; remove it, got {told(text)}.")
     return texts
 
 
@@ -33,7 +39,7 @@ def _stop_strings(name: str, value: Any, vocab_size: int | None) -> tuple[str, .
     if len(stops) > MAX_STOP_STRINGS:
         raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(stops)}.")
     for s in stops:
-        if len(s.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+        if len(s.encode()) > MAX_STOP_BYTES:
             raise InvalidRequestError(f"stop strings may have at most {MAX_STOP_BYTES} bytes, got {len(s)} characters.")
     return stops
 

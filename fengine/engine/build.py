@@ -1,5 +1,6 @@
 """From a configuration to a running engine: model, worker, scheduler, engine core; or to a rank of one."""
 
+import errno
 import os
 import tempfile
 import time
@@ -34,6 +35,7 @@ from fengine.engine.profiling import Profile
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.engine.workers import Features, Worker, make_worker, pool_of
+from fengine.errors import FengineError, OutOfMemoryError
 from fengine.models.kv_state import KVState
 from fengine.models.spec import ModelSpec
 from fengine.ops.compiler import private_cache_dir
@@ -44,6 +46,23 @@ from fengine.worker.kv_pool import PoolSize, pool_bytes
 from fengine.worker.process_group import check_parts, dock_of, group_of, process_group
 
 
+@contextmanager
+def memory_told() -> Iterator[None]:
+    """What Python, torch and the kernel raise where the host's memory ends while an engine is made is one error."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        ended = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+        ended = ended or str(error).startswith("can't start new thread") or "DefaultCPUAllocator" in str(error)
+        if isinstance(error, FengineError) or not ended:
+            raise
+        raise OutOfMemoryError(
+            f"the host's memory ended while the engine was made ({error!s:.200}); free some, let this process have "
+            "more, or lower cache.max_total_tokens, scheduler.max_running_requests or scheduler.max_step_tokens"
+        ) from error
+
+
+@memory_told()
 @torch.inference_mode(False)  # whatever the caller's mode: steps, in another thread, write to what is made here
 def build(config: EngineConfig, features: Features) -> Parts:
     """Loads, compiles, warms up and starts. Errors: ConfigError, ModelLoadError and kinds, OutOfMemoryError."""

@@ -15,6 +15,7 @@ from fengine.errors import (
     LogitProcessorError,
     MemoryReleasedError,
     NumericsError,
+    ProfileError,
     QueueFullError,
     TimedOutError,
     UnsupportedFeatureError,
@@ -70,7 +71,7 @@ def api_error_of(
         return error if param == error.param else ApiError(error.status, message, param, error.code, error.headers)
     if isinstance(error, UNAVAILABLE):
         return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
-    if isinstance(error, OURS) or not isinstance(error, ValueError):
+    if isinstance(error, OURS) or not isinstance(error, (ValueError, ProfileError)):
         return ApiError(500, message, code="request_failed")
     return _refusal(error, message, body)
 

@@ -85,6 +85,9 @@ def _thinking(thinking: dict[str, Any] | None, values: Any) -> dict[str, Any]:
     kind = thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise invalid("thinking", f"thinking must have the type enabled, adaptive or disabled, got {kind!r:.80}.")
+    most = thinking.get("budget_tokens")
+    if most is not None and (type(most) is not int or most < 1):
+        raise invalid("thinking", f"thinking.budget_tokens must be a whole number of at least 1, got {most!r:.80}.")
     on = kind != "disabled"
     return {"chat_template_kwargs": {"enable_thinking": on, "thinking": on, **(values or {})}, "separate_reasoning": on}
 

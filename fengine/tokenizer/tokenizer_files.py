@@ -1,15 +1,16 @@
 """Reads a tokenizer's directory, as transformers 5 does. `add_bos_token` and `add_eos_token` are ignored, for the
 post-processor of tokenizer.json decides."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fengine.core.files import read_file
+from fengine.core.json_text import parse_json
 from fengine.errors import ConfigError, ModelLoadError
 
 MAX_FILE_BYTES = 256 << 20
+FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "split_special_tokens")
 
 
 class TokenizerFiles(NamedTuple):
@@ -36,8 +37,8 @@ def _json(path: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
         return {}
     try:
-        value = json.loads(_text(path))
-    except (RecursionError, ValueError) as error:  # or a number of thousands of digits
+        value = parse_json(_text(path))
+    except ValueError as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}; download it again.") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}.")
@@ -73,7 +74,17 @@ def _tokens(config: dict[str, Any], where: str) -> dict[str, str]:
             raise ModelLoadError(f'{where}: {key} must be a string or an object with a string "content".')
         texts[key] = text
     _check_listed(config, where)
+    _check_flags(config, texts, where)
     return texts
+
+
+def _check_flags(config: dict[str, Any], tokens: dict[str, str], where: str) -> None:
+    for name in FLAGS:
+        if not isinstance(value := config.get(name), (bool, type(None))):
+            raise ModelLoadError(f"{where}: {name} must be true, false or null, got {value!r:.80}.")
+    for name in ("bos_token", "eos_token"):
+        if config.get(f"add_{name}") and name not in tokens:
+            raise ModelLoadError(f"{where}: add_{name} is true, but there is no {name}; name it, or remove add_{name}.")
 
 
 def _check_listed(config: dict[str, Any], where: str) -> None:
@@ -88,15 +99,17 @@ def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     files = {p.stem: _text(p) for p in sorted(folder.glob("*.jinja"))} if folder.is_dir() else {}
     if os.path.lexists(directory / "chat_template.jinja"):
         files["default"] = _text(directory / "chat_template.jinja")
-    value = config.get("chat_template")
+    value, where = config.get("chat_template"), directory / "tokenizer_config.json"
     if files or value is None:
         return files
     if isinstance(value, list) and all(isinstance(t, dict) for t in value):
-        value = {t.get("name"): t.get("template") for t in value}
+        names = [t.get("name") for t in value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ModelLoadError(f"{where}: two chat templates are named {twice!r:.80}; remove one.")
+        value = dict(zip(names, (t.get("template") for t in value), strict=True))
     value = {"default": value} if isinstance(value, str) else value
     if not isinstance(value, dict) or any(not isinstance(x, str) for item in value.items() for x in item):
-        raise ModelLoadError(f"{directory / 'tokenizer_config.json'}: chat_template must be a string or a list of "
-                             '{"name", "template"}.')  # fmt: skip
+        raise ModelLoadError(f'{where}: chat_template must be a string or a list of {{"name", "template"}}.')
     return value
 
 

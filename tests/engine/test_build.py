@@ -1,6 +1,8 @@
 """What is decided before anything runs: "auto" values, contradictions, the size of the pool, the device."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -106,6 +108,12 @@ def test_a_model_of_windows_alone_has_more_page_ids_than_pages() -> None:
     ("model", "kind", "message"),
     [
         (ModelConfig(path="/nowhere/at/all"), ModelLoadError, "/nowhere/at/all"),
+        (ModelConfig(path=""), ModelLoadError, "model directory '' does not exist"),
+        (
+            ModelConfig(path="box", tokenizer_path=""),
+            ConfigError,
+            "model.tokenizer_path must be null or a path, got ''",
+        ),
         (ModelConfig(path="box", device="tpu"), ConfigError, "tpu"),
         (ModelConfig(path="box", device="cuda:99"), ConfigError, "cuda"),
         (ModelConfig(path="box", context_length=10**6), ConfigError, "1000000"),
@@ -210,6 +218,29 @@ def test_memory_that_runs_out_at_start_is_told_with_the_knobs(monkeypatch: pytes
     monkeypatch.setattr(CpuRunner, "warm_up", warm_up)
     with pytest.raises(OutOfMemoryError, match="(?s)392.00 MiB.*max_step_tokens.*max_running_requests.*mem_fraction"):
         Engine(model_path="box")
+
+
+def test_memory_that_ends_while_an_engine_is_made_is_one_error(tmp_path: Path) -> None:
+    """Wherever it ends: at the file of weights, a tensor, the pool, a thread. The child's address space is limited."""
+    code = """if True:
+        import os, resource
+        from pathlib import Path
+        from fengine import Engine
+        from fengine.errors import OutOfMemoryError
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        for free in (1, 9, 20, 40):
+            if os.fork() == 0:
+                resource.setrlimit(resource.RLIMIT_AS, (used + (free << 20),) * 2)
+                try:
+                    Engine(model_path="box", max_total_tokens=4096, enable_torch_compile=False)
+                except OutOfMemoryError as error:
+                    print(free, "max_total_tokens" in str(error), flush=True)
+                finally:
+                    os._exit(0)
+            os.wait()
+    """
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert told.stdout.split("\n")[:-1] == ["1 True", "9 True", "20 True", "40 True"], told.stderr
 
 
 def test_no_compiler_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

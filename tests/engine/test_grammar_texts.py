@@ -5,13 +5,12 @@ import json
 import random
 import re
 import sys
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizer_cases
-from grammar_walks import END, TOKENS, accepts, allowed, compiled, cursor_of, masks, walk
+from grammar_walks import END, TOKENS, accepts, allowed, compiled, core_seconds, cursor_of, masks, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -565,10 +564,10 @@ BAD = [
 
 @pytest.mark.parametrize("kind,text,told", BAD, ids=[f"{kind}-{i}" for i, (kind, _, _) in enumerate(BAD)])
 def test_what_cannot_be_held_is_refused_in_time(kind: str, text: str, told: str) -> None:
-    started = time.perf_counter()
-    with pytest.raises(GrammarError, match=told) as caught:
+    """The child that tries it ends after 2 seconds of a core, whatever it does."""
+    with pytest.raises(GrammarError, match=told) as caught, core_seconds(2):
         compiled(kind, text)
-    assert time.perf_counter() - started < 6 and len(str(caught.value)) < 2000
+    assert len(str(caught.value)) < 2000
 
 
 @pytest.mark.parametrize(
@@ -589,16 +588,15 @@ def test_no_pattern_runs_away(kind: str, text: str) -> None:
     except GrammarError:
         return
     cursor, draw, fresh = cursor_of(grammar), random.Random(0), []
-    started = time.perf_counter()
-    for _ in range(60):
-        filled = masks([cursor], [fresh])
-        if filled.errors:
-            assert isinstance(filled.errors[0], GrammarError)
-            break
-        fresh = [draw.choice(allowed(filled.mask_MW[0]))]
-        if fresh == [END]:
-            break
-    assert time.perf_counter() - started < 10
+    with core_seconds(10):
+        for _ in range(60):
+            filled = masks([cursor], [fresh])
+            if filled.errors:
+                assert isinstance(filled.errors[0], GrammarError)
+                break
+            fresh = [draw.choice(allowed(filled.mask_MW[0]))]
+            if fresh == [END]:
+                break
 
 
 # -- cursors and vocabularies ------------------------------------------------------------------------------------------

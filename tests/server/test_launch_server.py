@@ -107,6 +107,13 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(capsys: Any) -> None:
     assert "choose another port" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '{"a": NaN}', "[" * 100_000, "[1]", "{"])
+def test_an_object_on_the_command_line_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        prepare_server_args(["--model", "m", "--default-chat-template-kwargs", text])
+    assert "--default-chat-template-kwargs: the value must be a JSON object, got" in capsys.readouterr().err
+
+
 def test_lists_and_objects_on_the_command_line() -> None:
     line = '--model m --lora-paths a=b c --cuda-graph-bs 1 2 8 --default-chat-template-kwargs {"a":1}'
     args = prepare_server_args(line.split())

@@ -31,6 +31,7 @@ from fengine.server.app import make_app
 from fengine.server.choices import token_bytes
 from fengine.server.config import log_to_stderr
 from fengine.server.endpoints import ENDPOINTS, open_api
+from fengine.server.errors import ApiError
 from fengine.server.gate import Access
 from fengine.server.messages import to_chat
 from fengine.server.metrics import status_line
@@ -435,6 +436,19 @@ def test_a_templates_own_switch_goes_before_thinking() -> None:
     assert to_chat(body)["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
     asked = to_chat(body | {"chat_template_kwargs": switches})
     assert asked["chat_template_kwargs"] == switches | {"thinking": True} and asked["separate_reasoning"] is True
+
+
+def test_a_profile_in_a_folder_that_cannot_be_written(server: Live) -> None:
+    told = server.ask("POST", "/start_profile", {"output_dir": "/proc/profile"}, **KEY)
+    assert (told.status, told.error["param"]) == (400, "output_dir") and "choose another" in told.error["message"]
+    assert server.ask("POST", "/stop_profile", {}, **KEY).status == 400
+
+
+@pytest.mark.parametrize("most", [-1, 0, True, "9", 1.5])
+def test_a_budget_of_thoughts_that_is_none(most: object) -> None:
+    with pytest.raises(ApiError, match="thinking.budget_tokens must be a whole number of at least 1") as caught:
+        to_chat({"messages": [], "max_tokens": 1, "thinking": {"type": "enabled", "budget_tokens": most}})
+    assert (caught.value.status, caught.value.param) == (400, "thinking")
 
 
 @pytest.mark.parametrize("alone", [True, False])

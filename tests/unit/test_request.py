@@ -113,7 +113,7 @@ def test_unknown_keys_name_the_nearest(key: str, near: str) -> None:
     [
         {"temperature": True}, {"temperature": "1"}, {"temperature": b"1"}, {"temperature": [1]}, {"top_k": 1.5},
         {"max_new_tokens": "5"}, {"max_new_tokens": True}, {"ignore_eos": 1}, {"stop": 5}, {"stop": [5]},
-        {"stop": [""]},
+        {"stop": [""]}, {"stop": "\ud800"}, {"stop": ["a", "b\udfff"]}, {"stop_regex": "a\ud800"},
         {"stop_token_ids": 5}, {"stop_token_ids": [1.5]}, {"stop_token_ids": [-1]}, {"sampling_seed": True},
         {"sampling_seed": -(2**63) - 1}, {"stop": "x" * 2000},
     ],

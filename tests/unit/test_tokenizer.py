@@ -85,7 +85,16 @@ def test_bad_directories(tmp_path):
     (tmp_path / "tokenizer.json").write_text(text)
     for broken, reason in [("{", "not valid JSON"), ("[]", "JSON object"), ('{"eos_token": {}}', "eos_token"),
                            ('{"chat_template": 3}', "chat_template"), ('{"extra_special_tokens": 3}', "must be a list"),
-                           ('{"added_tokens_decoder": {"x": {}}}', "added_tokens_decoder")]:  # fmt: skip
+                           ('{"added_tokens_decoder": {"x": {}}}', "added_tokens_decoder"),
+                           ('{"eos_token": "a", "eos_token": "b"}', "key 'eos_token' occurs twice"),
+                           ('{"a": NaN}', "NaN"),
+                           ('{"a": ' * 100_000, "nested too deeply"),
+                           ('{"add_bos_token": "yes"}', "add_bos_token must be true, false or null, got 'yes'"),
+                           ('{"split_special_tokens": 1}', "split_special_tokens must be true"),
+                           ('{"add_bos_token": true}', "add_bos_token is true, but there is no bos_token"),
+                           ('{"add_eos_token": true, "eos_token": null}', "there is no eos_token"),
+                           ('{"chat_template": [{"name": "a", "template": "x"}, {"name": "a", "template": "y"}]}',
+                            "two chat templates are named 'a'")]:  # fmt: skip
         (tmp_path / "tokenizer_config.json").write_text(broken)
         with pytest.raises(ModelLoadError, match=reason):
             Tokenizer.from_directory(tmp_path)
