@@ -176,7 +176,8 @@ def test_a_float_list_reads_as_the_list(values: list[list[float]], i: int, part:
         assert row.count(item) == values[i].count(item) and item in row and values[i] in made
     assert made != values[:-1] and made != [*values, values[0]] and made != "x" and (made == 5) is False
     assert json.loads(json.dumps({"h": made}, default=FloatList.tolist)) == {"h": values}
-    assert isinstance(made, list) and isinstance(made, np.ndarray) and json.loads(json.dumps(made, indent=1)) == values
+    assert isinstance(made, list) and isinstance(made, np.ndarray)
+    assert json.loads(json.dumps(made, indent=1, default=FloatList.tolist)) == values
 
 
 def test_a_float_list_is_an_array() -> None:

@@ -1,5 +1,6 @@
 """What the harnesses' models do without a harness: reads, generation arguments, seeds, texts, missing extras."""
 
+import math
 import random
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_reads_give_the_prompt_logprobs_of_the_whole(llm: Engine) -> None:
         meta = output["meta_info"]
         inside = [entry[0] for entry in meta["input_token_logprobs"][len(before) :]]
         likeliest = [entry[0][1] for entry in meta["input_top_logprobs"][len(before) :]]
-        assert total == sum(inside) and is_greedy == (likeliest == list(after))
+        assert total == math.fsum(inside) and is_greedy == (likeliest == list(after))
     assert found[0][1] and found[1][1] and not all(is_greedy for _, is_greedy in found)
     for size in (1, 3):  # the same bits in any company
         assert found == [x for i in range(0, len(pairs), size) for x in score(llm, pairs[i : i + size], 96)]

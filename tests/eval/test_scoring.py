@@ -1,8 +1,10 @@
 """Scores and figures against cases worked out by hand, closed forms, and Python's `re`."""
 
+import functools
 import itertools
 import json
 import math
+import operator
 import re
 from random import Random
 
@@ -228,7 +230,7 @@ def test_choices_worked_out_by_hand() -> None:
 
 def test_a_loglikelihood_is_rounded_once() -> None:
     logprobs = [-0.1] * 10
-    assert loglikelihood(Answer("", [0] * 10, logprobs, {})) == -1.0 != sum(logprobs)
+    assert loglikelihood(Answer("", [0] * 10, logprobs, {})) == -1.0 != functools.reduce(operator.add, logprobs)
     assert loglikelihood(Answer("", [], [], {})) == 0.0
     assert loglikelihood(Answer("", [0, 0], [-math.inf, -1.0], {})) == -math.inf
 

@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -156,7 +157,7 @@ class FengineLM(TemplateLM):
         scored = [score for score, _ in self._loglikelihood_tokens(windows, disable_tqdm)]
         found = []
         for request, start, end in zip(requests, [0, *ends], ends, strict=False):
-            found.append(sum(scored[start:end]))
+            found.append(math.fsum(scored[start:end]))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
         return found
 

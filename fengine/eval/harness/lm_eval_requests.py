@@ -7,6 +7,7 @@ logprob is asked by its id. Continuations that differ in their last token only, 
 read."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -170,13 +171,13 @@ def arguments(reads: Sequence[PromptRead]) -> dict[str, Any]:
 
 def scores(read: PromptRead, meta: dict[str, Any]) -> Iterator[tuple[int, tuple[float, bool]]]:
     """(index, (sum of the continuation's logprobs, whether greedy decoding gives it)) of a read's `meta_info`. Pure. A
-    sum goes left to right in float64, so that it has the same bits in whatever company it was read."""
+    sum is rounded once, so that it has the same bits in whatever company it was read, and in any version of Python."""
     inside = [logprob for logprob, _, _ in meta["input_token_logprobs"][1:]]
     likeliest = [top[0][1] for top in meta.get("input_top_logprobs", [])[1:]]
     behind = {token: logprob for logprob, token, _ in meta["output_token_ids_logprobs"][0]}
     drawn = meta["output_top_logprobs"][0][0][1]
     for one in read.continuations:
         skipped = one.start - read.start
-        total = sum(inside[skipped:]) + behind[one.last]
+        total = math.fsum([*inside[skipped:], behind[one.last]])
         greedy = drawn == one.last and likeliest[skipped:] == list(read.ids[one.start :])
         yield one.index, (total, greedy)

@@ -158,7 +158,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def loglikelihood(answer: Answer) -> float:
     """The natural logarithm of the probability of all tokens, correctly rounded. Pure."""
-    return math.fsum(answer.logprobs) if all(map(math.isfinite, answer.logprobs)) else sum(answer.logprobs)
+    return math.fsum(answer.logprobs)
 
 
 def choice_scores(sums: Sequence[float], choices: Sequence[str], right: int) -> dict[str, float | bool | str]:
