@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import attention_hopper, attention_rows_hopper, attention_whole_hopper, kv_fp8
+from fengine.ops import attention_few_hopper, attention_hopper, attention_rows_hopper, attention_whole_hopper, kv_fp8
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
 from fengine.ops.kv_fp8_whole import copies
@@ -17,6 +17,7 @@ from fengine.ops.registration import EARLY, MIDDLE, dependent_launch, multiproce
 CHUNK = 1024  # keys: part of the tree
 MERGE_AHEAD = 4  # chunk results loaded together by the merge
 MAX_PARTIALS = 1 << 26  # float32 values of workspace that a split may take
+AT_ONCE = 16  # programs, each chunk's aside, up to which several blocks are attended at once
 ARRIVALS = 1 << 13  # counters of a KV pool: a split must do with so many tiles
 
 
@@ -47,6 +48,8 @@ class Rows(NamedTuple):
     splits: int  # programs that share the chunks of a tile; 1 merges in registers
     ahead: int = 0  # blocks in shared memory of the kernel for FP8 on Hopper; 0: Triton's kernel
     one: bool = False  # whether loads run ahead of the last blocks
+    at_once: int = 0  # blocks that attention_few_hopper.py attends at once; 0: another kernel
+    parts: int = 1  # programs there that share the columns of the values
 
 
 class Tiles(NamedTuple):
@@ -99,6 +102,19 @@ def hopper_tiles(q_THK: Tensor, k_PSGK: Tensor, keys: int, bounds: Bounds) -> li
     return [WHOLE_HOPPER] if bounds == WHOLE and keys >= 512 and attention_whole_hopper.usable(q_THK, k_PSGK) else []
 
 
+def at_once(
+    q_THK: Tensor, k_PSGK: Tensor, rows: int, splits: int, processors: int, bounds: Bounds
+) -> list[Rows]:  # fmt: skip
+    """The schedule of attention_few_hopper.py for few rows; in parts, if half of the device stays free for the kernels
+    behind. Pure."""
+    programs = rows * k_PSGK.shape[2]
+    known = bounds.causal and not bounds.cap and not bounds.reach
+    if programs > AT_ONCE or not known or not attention_few_hopper.usable(q_THK, k_PSGK):
+        return []
+    parts = q_THK.shape[2] // 64
+    return [Rows(16, 4, 0, splits, at_once=2, parts=parts if 2 * programs * splits * parts <= 1.1 * processors else 1)]
+
+
 def schedules(
     q_THK: Tensor, k_PSGK: Tensor, rows: int, keys: int, processors: int, bounds: Bounds = CAUSAL
 ) -> list[Schedule]:
@@ -113,7 +129,7 @@ def schedules(
         few = few._replace(one=True)
     if rows * groups >= 4 * processors and q_THK.element_size() == 2:  # small programs, which hide each other's waits
         few = alone._replace(warps=2, stages=stages_for(q_THK, alone.tile, 2))
-    taken = [few, alone]
+    taken = [*at_once(q_THK, k_PSGK, rows, splits, processors, bounds), few, alone]
     if bounds == CAUSAL and attention_rows_hopper.usable(q_THK, k_PSGK):
         taken.insert(0, Rows(alone.tile, 4, 0, min(chunks, max(1, 4 * processors // (rows * groups))), 2))
     if tokens <= rows:
@@ -186,12 +202,16 @@ def _run_rows(call: Paged, o_THK: Tensor, s: Rows, c: float, limit: int, bound: 
     tokens, per_tile, chunks = len(q_THK), s.tile // padded, triton.cdiv(table_width * size, CHUNK)
     lines = (rows * per_tile if limit else tokens) * heads * chunks
     fits = lines * (padded_width + 2) <= MAX_PARTIALS
-    fits &= (rows + (0 if limit else tokens // per_tile)) * groups <= ARRIVALS
+    fits &= (rows + (0 if limit else tokens // per_tile)) * groups * s.parts <= ARRIVALS
     arrived = counters(call.k_PSGK) if fits and s.splits > 1 else None
     splits = s.splits if arrived is not None else 1
     parts = (q_THK.new_empty(lines * n if splits > 1 else 0, dtype=torch.float32) for n in (1, 1, padded_width))
     arrived = call.kv_len_R if arrived is None else arrived
     trigger = EARLY if rows <= 16 else MIDDLE
+    if s.at_once:
+        attention_few_hopper.launch(call, o_THK, (*parts, arrived), c, chunks, limit, _shape(call, s.tile), splits,
+                                    MERGE_AHEAD, s.at_once, s.parts, int(bound[1]), trigger)  # fmt: skip
+        return
     if s.ahead:
         attention_rows_hopper.launch(call[:6], o_THK, (*parts, arrived), c, chunks, limit, _shape(call, s.tile), splits,
                                      MERGE_AHEAD, s.warps, s.ahead, trigger)  # fmt: skip

@@ -394,6 +394,22 @@ def test_attention_bits_of_prefill_chunks_and_decode_agree(heads: int, groups: i
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "heads,groups,width,window,sinks",
+    [(32, 4, 128, 0, False), (4, 1, 256, 512, False), (64, 8, 64, 128, True), (14, 2, 64, 0, False),
+     (32, 2, 128, 40, True)],
+)  # fmt: skip
+def test_attention_of_blocks_at_once_is_proved(heads: int, groups: int, width: int, window: int, sinks: bool):
+    q, k = put((normal(1, heads, width), normal(2, 64, groups, width)), torch.bfloat16)
+    bounds = attention_launch.Bounds(True, window, 0.0, sinks)
+    for wide, parts, splits in ((2, 1, 1), (2, width // 64, 3), (1, 1, 17)):
+        rows = attention_launch.Rows(16, 4, 0, splits, at_once=wide, parts=parts)
+        assert attention_launch._compare(q, k, attention_launch.Schedule(rows, None), bounds)
+    chosen = attention_launch.schedules(q, k, 1, 17408, 132, bounds)[0]
+    assert chosen.rows.at_once and attention_launch.is_proved(q, k, chosen, bounds)
+
+
+@pytest.mark.gpu
 def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatch):
     """The negative control: chunks of another length under the schedule that is compared."""
     q, k, v, _, _, table, scale = put(paged_case([64], [64], 8, 2, 128, 64), torch.bfloat16)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fengine.ops import linear_launch, proof
+from fengine.ops import attention_few_hopper, attention_launch, linear_launch, proof
+from fengine.ops.attention_launch import CAUSAL, Bounds, Rows
 from fengine.ops.linear_launch import LIBRARY, REFERENCE, gated_schedules, schedules
 from fengine.ops.proof import Proofs
 
@@ -81,3 +82,17 @@ def test_the_library_serves_many_rows_only_and_the_reference_what_is_not_proved(
     asked = []
     monkeypatch.setattr(linear_launch, "is_proved", lambda *arguments: asked.append(arguments[5]) is not None)
     assert linear_launch.choose(x, w, 4, None, None) == REFERENCE and asked == schedules(1, 4, 8, torch.bfloat16)
+
+
+def test_several_blocks_are_attended_at_once_where_few_programs_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_few_hopper, "usable", lambda q, k: True)
+
+    def first(rows: int, groups: int, width: int, bounds: Bounds, keys: int = 17408) -> Rows:
+        q, k = torch.empty(rows, 4 * groups, width), torch.empty(2, 64, groups, width)
+        return attention_launch.schedules(q.bfloat16(), k.bfloat16(), rows, keys, 132, bounds)[0].rows
+
+    one = first(1, 1, 256, Bounds(window=512, sinks=True))
+    assert (one.at_once, one.parts, one.splits) == (2, 4, 17)  # 68 programs, of which 4 find keys at first
+    assert first(1, 8, 128, CAUSAL).parts == 1 and first(1, 8, 128, CAUSAL, 1024).parts == 2
+    for rows, bounds in ((3, CAUSAL), (1, Bounds(cap=3.0)), (1, Bounds(causal=False)), (1, Bounds(reach=True))):
+        assert not first(rows, 8, 128, bounds).at_once
