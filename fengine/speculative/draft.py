@@ -26,7 +26,7 @@ from fengine.errors import ConfigError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
 from fengine.speculative.chain import SLOTS, Chain, Guide, Head
-from fengine.speculative.pace import ALL, REST, SCOUTS, Pace
+from fengine.speculative.pace import ALL, REST, SCOUTS, Cost, Pace
 from fengine.worker.fields import Arrays
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits.bias import LogitBias
@@ -86,14 +86,12 @@ class DraftModel:
     """Proposes by a second model. For the loop's thread. Modifies: its KV state, and `Drafting.memo`, a `Memo`."""
 
     def __init__(
-        self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, price: float, toll: tuple[float, float],
-        rows: int, graphs: bool,
+        self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, cost: Cost, rows: int, graphs: bool,
     ) -> None:  # fmt: skip
-        """`most` guesses for each of at most `rows` rows. `price` of a guess: see `Pace`; `toll`: see `tolls`. Errors:
-        ConfigError."""
+        """`most` guesses for each of at most `rows` rows. Errors: ConfigError."""
         self.head, self.spec, self.kv_dtype, self.page_size = head, head.spec, kv_dtype, page_size
-        self.most, self.price, self.toll, self.rows, self.graphs = most, price, toll, rows, graphs
-        self.hope = Pace(most, price).gain
+        self.most, self.cost, self.rows, self.graphs = most, cost, rows, graphs
+        self.hope = Pace(most, cost).gain
         self.chained: Chained | None = None  # whose guesses are not known yet
         self.scouts: list[Pace] = []  # of the rows that were tried for others
         self.pages: int  # of the target; behind them lie those of row slots
@@ -129,11 +127,11 @@ class DraftModel:
         self.reveal()  # what a step was not fed with
         for ask in asks:
             if ask.drafting.memo is None:
-                ask.drafting.memo, ask.drafting.last = Memo(Pace(self.most, self.price)), None
+                ask.drafting.memo, ask.drafting.last = Memo(Pace(self.most, self.cost)), None
             ask.drafting.memo.learn(ask, self.head.behind)
         self._hear(asks)
         gain = sum(gain_of(ask.drafting, len(ask.request.token_ids) - 1, self.hope) for ask in asks)
-        if gain <= tolls(len(asks), *self.toll):  # by what has just been learnt
+        if gain <= tolls(len(asks), *self.cost[2:]):  # by what has just been learnt
             return [[] for _ in asks]
         sizes = self._sizes(asks)
         found = self._propose([asks[i] for i in sizes], max(sizes.values(), default=0))
@@ -155,7 +153,7 @@ class DraftModel:
         """Of many new rows a few, which saves the others a try where nothing can be guessed. Modifies: the scouts."""
         new = {i: asks[i].drafting.memo for i in sizes if asks[i].drafting.memo.pace.new}
         sent = [i for i in new if new[i].pace in self.scouts]  # the draft catches up with them
-        if self.price and len(new) > ALL and (sent or not self.scouts):
+        if self.cost.guess and len(new) > ALL and (sent or not self.scouts):
             unseen = {i: len(asks[i].request.token_ids) - new[i].done for i in new}
             sent = sent or sorted(new, key=lambda i: (new[i].pace.rest, unseen[i]))[:SCOUTS]
             self.scouts = [new[i].pace for i in sent]
@@ -167,7 +165,7 @@ class DraftModel:
         """Has new rows rest where those that were tried for them would not pay beside so many. Modifies: the scouts,
         the asks' drafting."""
         gain = sum(pace.gain for pace in self.scouts) * len(asks)
-        if self.scouts and gain <= tolls(len(asks), *self.toll) * len(self.scouts):
+        if self.scouts and gain <= tolls(len(asks), *self.cost[2:]) * len(self.scouts):
             self.scouts = []
             for ask in asks:
                 if ask.drafting.memo.pace.new and not ask.drafting.memo.pace.rest:

@@ -1,27 +1,37 @@
 """How many guesses of a request are worth a try, by how its tries before fared. A pure function of its own tokens."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 FADE = 0.85  # of what is known, with each try
 SURE, HOPE = 1.0, 0.6  # guesses that a new request is taken to have made, and the share of them that was right
-WAIT = 0.1  # of a step: a row whose tokens are waited for leaves the device idle between two steps
-FIRST = 0.05  # what a first try must bring, or one behind a rest: among experts a guess costs half a step
+WAIT = 0.1  # of a long step: a row whose tokens are waited for leaves the device idle between two steps
+FIRST = 0.5  # of the wait: what a first try must bring, or one behind a rest: among experts a guess costs half a step
 NEVER = 1 << 40
 REST, GROWTH, LONGEST = 24, 3, 512  # tokens between two tries that cannot pay; as many times more after each, at most
 ALL, SCOUTS = 8, 4  # where more than so many rows are new, so many are tried first
 
 
+class Cost(NamedTuple):
+    """Of a try, in steps of one token."""
+
+    guess: float = 0.0  # to make and to verify one; 0: every try pays
+    wait: float = WAIT  # beside its guesses
+    toll: float = 0.0  # of every row beside others: see `tolls`
+    crowd: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Pace:
-    """`price` of a guess: what it takes to make and to verify it, in steps of one token; 0: every try pays.
+    """How many guesses a request is to have next, at most `most`.
 
     Modifies: itself.
 
-    A guess is right with the chance that those before it were. So the k-th pays while chance ** k is above its price.
+    A guess is right with the chance that those before it were. So the k-th pays while chance ** k is above its cost.
     """
 
     most: int
-    price: float
+    cost: Cost
     right: float = SURE * HOPE
     seen: float = SURE
     rest: int = 0  # tokens of the last rest
@@ -54,14 +64,14 @@ class Pace:
 
     def _choose(self) -> None:
         """Modifies: gain, size."""
-        self.gain, self.size, gain, least = 0.0, 0, 0.0, FIRST if self.seen == SURE else WAIT
-        if not self.price:
+        self.gain, self.size, gain, least = 0.0, 0, 0.0, self.cost.wait * (FIRST if self.seen == SURE else 1)
+        if not self.cost.guess:
             self.gain, self.size = float(self.most), self.most
             return
         chance = self.right / self.seen
         for count in range(1, (1 if self.rest else self.most) + 1):
-            gain += chance**count - self.price
+            gain += chance**count - self.cost.guess
             if gain > least:
                 self.gain, self.size, least = gain, count, gain
         if self.rest:  # behind a rest nobody hopes for more: alone it is tried, beside others they wait for a new one
-            self.gain = min(self.gain, WAIT)
+            self.gain = min(self.gain, self.cost.wait)

@@ -17,7 +17,7 @@ from fengine.speculative.chain import Head
 from fengine.speculative.draft import DraftModel
 from fengine.speculative.heads import EagleHead, SmallModel
 from fengine.speculative.ngram import ngram_proposer
-from fengine.speculative.pace import Pace
+from fengine.speculative.pace import WAIT, Cost, Pace
 from fengine.worker.device import device_of
 from fengine.worker.hub import resolve_model
 from fengine.worker.kv_pool import kv_bytes_per_token
@@ -28,10 +28,11 @@ LONG_COPY = 4  # tokens: what follows a shorter one a model knows better
 VERIFY = {"cuda": 0.04, "cpu": 0.2}  # what one more token adds to a short step, in steps of one token
 EXPERTS = 0.5  # so does one that reads experts of its own
 EXPERT_ROWS = 8  # beyond it rows of experts have no drafts
-TOLL, CROWD = 0.2, 0.005  # of a step: host and draft, for which the device waits, and for each row, on one H200
+HOST = 0.45  # milliseconds of the host in a try, for which the device waits
+TOLL, CROWD = 2.0, 0.05  # of the wait: what a try takes of each row beside others, and more for each of them
 DEAR = 0.5  # of a step: the most that a guess is held to take
 LEAST_GUESS = 0.02  # of a step, however small the draft is
-STEP, LAYER, GUESS = 0.3, 0.022, 0.06  # milliseconds on one H200: of a step beside its layers, of one, of a guess
+STEP, LAYER, GUESS = 0.11, 0.03, 0.06  # milliseconds on one H200: of a step beside its layers, of one, of a guess
 RATE = 4.3e9  # bytes of weights in a millisecond there
 
 
@@ -86,51 +87,52 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
     head = _head(config, target, params)
     layers = head.feature_layers
     kv_dtype = params["final_norm_D"].dtype  # on a CPU float32
-    price, (toll, crowd) = _prices(config, head, target, params, most)
-    hope = Pace(most, price)
+    cost = _cost(config, head, target, params, most)
+    hope = Pace(most, cost)
     if not hope.size:
         return Speculation(ngram, most, tokens, target.vocab_size, 1 << 30 if drafts.ngram_first else 0)
     rows = max(min(tokens // 2, EXPERT_ROWS if target.experts else tokens), 1)
     model = DraftModel(
-        head, kv_dtype, config.cache.page_size or 16, most, price, (toll, crowd), rows,
+        head, kv_dtype, config.cache.page_size or 16, most, cost, rows,
         config.compile.cuda_graph and device_of(config) != "cpu",
     )  # fmt: skip
     least = max(drafts.ngram_min_match, LONG_COPY)
     both = first_of(ngram_proposer(least, max(drafts.ngram_max_match, least)), model)
     return Speculation(
         both if drafts.ngram_first else model, most, tokens, target.vocab_size, rows + 1,
-        waits=True, mixed=drafts.ngram_first, hope=hope.gain, toll=toll, crowd=crowd, open=model.open,
+        waits=True, mixed=drafts.ngram_first, hope=hope.gain, toll=cost.toll, crowd=cost.crowd, open=model.open,
         warm_up=model.warm_up, release=model.release, reveal=None if drafts.ngram_first else model.reveal,
         feature_layers=layers,
         kv_bytes=kv_bytes_per_token(head.spec, kv_dtype) + len(layers) * target.hidden_size * kv_dtype.itemsize,
     )  # fmt: skip
 
 
-def _prices(
-    config: EngineConfig, head: Head, target: ModelSpec, params: Params, most: int
-) -> tuple[float, tuple[float, float]]:
-    """Of a guess, made and verified, and of a try for those beside it, in steps of one token: by bytes that are read
-    and layers, so that they are the same at every start; 0 where every try pays. A draft that is too dear for any guess
-    to pay was asked for all the same: it goes on where it is right, and rests where it is not."""
+def _cost(config: EngineConfig, head: Head, target: ModelSpec, params: Params, most: int) -> Cost:
+    """Of a try: by bytes that are read and layers, so that it is the same at every start. On a CPU a draft that is too
+    dear for any guess to pay was asked for all the same: it goes on where it is right, and rests where it is not."""
     if not config.speculation.adaptive:
-        return 0.0, (0.0, 0.0)
+        return Cost()
     kind = "cpu" if device_of(config) == "cpu" else "cuda"
-    share = share_of(kind, (head.bytes, head.spec.num_layers), (param_bytes(params), target.num_layers))
-    guess = max(share, LEAST_GUESS)
-    price = guess + (EXPERTS if target.experts else VERIFY[kind])
-    if Pace(most, price).size:
-        return price, (TOLL + guess, CROWD)
-    logger.warning("a guess of speculation.draft takes %.2f of a step here, more than it can bring", price)
-    return (price, (TOLL, CROWD)) if target.experts else (DEAR, (0.0, 0.0))
+    step, guess = times_of(kind, (head.bytes, head.spec.num_layers), (param_bytes(params), target.num_layers))
+    guess = max(guess / step, LEAST_GUESS)
+    wait = WAIT if kind == "cpu" else max(WAIT, HOST / step)
+    cost = Cost(guess + (EXPERTS if target.experts else VERIFY[kind]), wait, TOLL * wait + guess, CROWD * wait)
+    if Pace(most, cost).size:
+        return cost
+    logger.warning(
+        "a guess of speculation.draft takes %.2f of a step here, and a try %.2f more: more than they can bring; "
+        "speculation.adaptive=false tries it all the same", cost.guess, wait,
+    )  # fmt: skip
+    return cost if target.experts or kind == "cuda" else Cost(DEAR)
 
 
-def share_of(kind: str, draft: tuple[int, int], target: tuple[int, int]) -> float:
-    """What a guess takes of a step, by bytes of weights and layers of both. Pure. On CUDA small layers wait for their
-    launches, not for bytes."""
+def times_of(kind: str, draft: tuple[int, int], target: tuple[int, int]) -> tuple[float, float]:
+    """What a step and a guess take, in milliseconds or, on a CPU, bytes: by bytes of weights and layers of both. Pure.
+    On CUDA small layers wait for their launches, not for bytes."""
     if kind == "cpu":
-        return draft[0] / max(target[0], 1)
-    guess = GUESS + max(LAYER * (draft[1] - 1), draft[0] / RATE)
-    return guess / (STEP + max(LAYER * target[1], target[0] / RATE))
+        return max(target[0], 1), draft[0]
+    step, guess = (max(LAYER * layers, size / RATE) for size, layers in (target, (draft[0], draft[1] - 1)))
+    return STEP + step, GUESS + guess
 
 
 def _head(config: EngineConfig, target: ModelSpec, params: Params) -> Head:

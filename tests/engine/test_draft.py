@@ -16,6 +16,7 @@ from fengine.engine import build
 from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.speculative import draft, proposers
 from fengine.speculative.chain import Chain
+from fengine.speculative.pace import Cost
 
 IDS = [[5, 9, 7, 60, 3], [8] * 19, [11, 12], [100, 3, 90] * 9, [44]]
 Folder = pytest.TempPathFactory
@@ -120,7 +121,7 @@ def test_a_request_rests_where_its_guesses_do_not_pay(
     settings: dict[str, Any], target: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if a guess were cheap: a good draft guesses nearly all, a bad one hardly tries. Recordings are replayed."""
-    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.1, (0.25, 0.005)))
+    monkeypatch.setattr(proposers, "_cost", lambda *_: Cost(0.1, 0.1, 0.25, 0.005))
     want = answers(target, None)[0]
     tried = {}
     for guess in (target, stranger):
@@ -137,7 +138,7 @@ def test_of_many_new_rows_a_few_are_tried_for_all(
     catch_up: int, target: str, stranger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the draft takes several tries to have seen their prompts."""
-    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.1, (0.25, 0.005)))
+    monkeypatch.setattr(proposers, "_cost", lambda *_: Cost(0.1, 0.1, 0.25, 0.005))
     monkeypatch.setattr(draft, "CATCH_UP", catch_up)
     drafts = checks._resolved_drafts
     monkeypatch.setattr(checks, "_resolved_drafts", lambda settings, tokens, gpu: drafts(settings, tokens, True))

@@ -18,6 +18,7 @@ from fengine.errors import ConfigError, CorruptCheckpointError, FengineError, Un
 from fengine.models.eagle3 import LAYER_IDS
 from fengine.speculative import proposers
 from fengine.speculative.draft import DraftModel
+from fengine.speculative.pace import Cost
 
 EAGLE: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_adaptive": False}
 V, D, F, H, G, K, HEAD = 131, 64, 96, 4, 2, 16, 40
@@ -186,7 +187,7 @@ def test_what_was_drawn_in_a_rest_is_caught_up_with(
     settings: dict[str, Any], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also over a cached prefix, and where a request is preempted while it rests."""
-    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.1, (0.25, 0.005)))
+    monkeypatch.setattr(proposers, "_cost", lambda *_: Cost(0.1, 0.1, 0.25, 0.005))
     for module in ("pace", "draft"):
         monkeypatch.setattr(f"fengine.speculative.{module}.REST", 3)
     draft = write_draft(tmp_path)
