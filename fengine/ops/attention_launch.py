@@ -102,17 +102,12 @@ def hopper_tiles(q_THK: Tensor, k_PSGK: Tensor, keys: int, bounds: Bounds) -> li
     return [WHOLE_HOPPER] if bounds == WHOLE and keys >= 512 and attention_whole_hopper.usable(q_THK, k_PSGK) else []
 
 
-def at_once(
-    q_THK: Tensor, k_PSGK: Tensor, rows: int, splits: int, processors: int, bounds: Bounds
-) -> list[Rows]:  # fmt: skip
-    """The schedule of attention_few_hopper.py for few rows; in parts, if half of the device stays free for the kernels
-    behind. Pure."""
-    programs = rows * k_PSGK.shape[2]
+def at_once(q_THK: Tensor, k_PSGK: Tensor, rows: int, splits: int, bounds: Bounds) -> list[Rows]:
+    """The schedule of attention_few_hopper.py, for few rows. Pure."""
     known = bounds.causal and not bounds.cap and not bounds.reach
-    if programs > AT_ONCE or not known or not attention_few_hopper.usable(q_THK, k_PSGK):
+    if rows * k_PSGK.shape[2] > AT_ONCE or not known or not attention_few_hopper.usable(q_THK, k_PSGK):
         return []
-    parts = q_THK.shape[2] // 64
-    return [Rows(16, 4, 0, splits, at_once=2, parts=parts if 2 * programs * splits * parts <= 1.1 * processors else 1)]
+    return [Rows(16, 4, 0, splits, at_once=2, parts=q_THK.shape[2] // 64)]
 
 
 def schedules(
@@ -129,7 +124,7 @@ def schedules(
         few = few._replace(one=True)
     if rows * groups >= 4 * processors and q_THK.element_size() == 2:  # small programs, which hide each other's waits
         few = alone._replace(warps=2, stages=stages_for(q_THK, alone.tile, 2))
-    taken = [*at_once(q_THK, k_PSGK, rows, splits, processors, bounds), few, alone]
+    taken = [*at_once(q_THK, k_PSGK, rows, splits, bounds), few, alone]
     if bounds == CAUSAL and attention_rows_hopper.usable(q_THK, k_PSGK):
         taken.insert(0, Rows(alone.tile, 4, 0, min(chunks, max(1, 4 * processors // (rows * groups))), 2))
     if tokens <= rows:

@@ -110,6 +110,7 @@ class Graphs:
         """Nothing runs: the graph reads whatever lies in its inputs when it is replayed."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        torch.cuda.current_blas_handle()  # each thread has its own, and must not make it in a capture
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):  # not `torch.cuda.graph`, which collects garbage for each of many graphs
             graph.capture_begin(self.pool, capture_error_mode="thread_local")

@@ -1,6 +1,7 @@
 """Memory given back and taken again: it is really free meanwhile, and afterwards every bit is as before."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from test_weights import ask, between_steps, fresh, start
 
 from fengine import Engine
 from fengine.errors import EngineBusyError, InvalidRequestError, MemoryReleasedError, OutOfMemoryError
+from fengine.worker.cuda_graphs import Graphs
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +237,17 @@ def test_graphs_are_captured_again_on_a_gpu(tmp_path: Path) -> None:
         new = ask(engine)
     with Engine(model_path=str(other), skip_tokenizer_init=True, chunked_prefill_size=64, **options) as engine:
         assert ask(engine) == new != before
+
+
+@pytest.mark.gpu
+def test_a_thread_that_never_multiplied_before_captures_a_product() -> None:
+    """The loop's, when memory is resumed: it has no handle of cuBLAS yet, and in a capture none can be made."""
+    x, graphs, y = torch.ones(64, 64, device="cuda"), Graphs(torch.device("cuda")), torch.empty(64, 64, device="cuda")
+    torch.mm(x, x)  # loads the library
+    thread = threading.Thread(target=lambda: graphs.capture("product", lambda: torch.mm(x, x, out=y)))
+    thread.start()
+    thread.join()
+    assert graphs.replay("product") and y.eq(64).all()
 
 
 def test_kept_weights_come_back_whatever_they_were(checkpoint: Path) -> None:
