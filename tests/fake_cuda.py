@@ -5,6 +5,7 @@ whatever lies in its inputs then: our ops only tell shapes, and what torch's hav
 runs all over the same storage. After both the graph's own memory is spoilt, for it belongs to whichever runs next.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +59,13 @@ class Recorder(TorchDispatchMode):
         return out
 
 
+class Handles(threading.local):
+    cublas = False
+
+
+HANDLES = Handles()
+
+
 class Graph:
     begun = 0  # captures under way
 
@@ -67,6 +75,7 @@ class Graph:
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert pool is not None and capture_error_mode == "thread_local" and not Graph.begun
+        assert HANDLES.cublas, "it would be made in the capture, where it cannot"
         Graph.begun += 1
         self.recorder.__enter__()
 
@@ -118,6 +127,10 @@ class Cuda:
     @contextmanager
     def stream(stream: Any) -> Iterator[None]:
         yield
+
+    @staticmethod
+    def current_blas_handle() -> None:
+        HANDLES.cublas = True
 
     @staticmethod
     def set_device(device: Any) -> None: ...

@@ -212,4 +212,6 @@ def test_a_draft_that_cannot_pay_guesses_where_it_is_right_and_that_is_said(
         output: Any = llm.generate(PROMPTS[0], params, return_logprob=True)
         assert logprobs(output) == logprobs(plain.generate(PROMPTS[0], params, return_logprob=True))
         meta = output["meta_info"]
-        assert meta["spec_accept_rate"] == 1.0 and meta["spec_accept_length"] > 2 and "than they can bring" in caplog.text
+        assert (
+            meta["spec_accept_rate"] == 1.0 and meta["spec_accept_length"] > 2 and "than they can bring" in caplog.text
+        )
