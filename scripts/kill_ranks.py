@@ -1,8 +1,9 @@
-"""Kills ranks of engines at random moments, and looks what comes of it: one clear error each, and nothing is left.
+"""Kills processes of engines at random moments, and looks what comes of it: one clear error each, nothing is left.
 
-    python scripts/kill_ranks.py --times 100 [--device cuda] [--ranks 2] [--tokens 900]
+    python scripts/kill_ranks.py --times 100 [--device cuda] [--ranks 2] [--replicas 1] [--tokens 900]
 
-Each time an engine generates a batch, and after a random time one of its other ranks gets SIGKILL. With `--tokens`
+Each time an engine generates a batch, and after a random time one of its other processes gets SIGKILL: a rank, a
+replica, or a replica's rank. With `--tokens`
 there are 8 prompts of so many, new each time: at 900 a step has the rows that copy engines carry. Told are the errors,
 the seconds from the kill to the error and to the engine's end, and processes or files that are left.
 """
@@ -10,6 +11,7 @@ the seconds from the kill to the error and to the engine's end, and processes or
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -32,10 +34,19 @@ def alive(pid: int) -> bool:
         return False
 
 
+def below(pid: int) -> list[int]:
+    """The processes that it has started, and those that these have."""
+    try:
+        files = list(Path(f"/proc/{pid}/task").glob("*/children"))
+        own = [int(word) for file in files for word in file.read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return [found for child in own for found in (child, *below(child))]
+
+
 def once(engine: Engine, delay: float, victim: int, rng: random.Random, tokens: int) -> dict[str, Any]:
-    """Kills one of the engine's ranks while it generates."""
-    ranks: Any = engine._parts.ranks
-    pids = engine.get_all_child_pids()
+    """Kills one of the engine's processes while it generates."""
+    pids = below(os.getpid())
     killed: list[float] = []
 
     def kill() -> None:
@@ -62,25 +73,28 @@ def once(engine: Engine, delay: float, victim: int, rng: random.Random, tokens: 
     while any(map(alive, pids)) and time.monotonic() < deadline:
         threading.Event().wait(0.05)
     return {"error": error, "told_s": told - killed[0], "ended_s": ended - killed[0], "left": sum(map(alive, pids)),
-            "files": int(Path(ranks.folder.name).exists())}  # fmt: skip
+            "files": len(os.listdir(tempfile.gettempdir()))}  # fmt: skip
 
 
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--times", type=int, default=100)
     p.add_argument("--ranks", type=int, default=2)
+    p.add_argument("--replicas", type=int, default=1)
     p.add_argument("--device", default="cpu")
     p.add_argument("--tokens", type=int, default=0, help="of each prompt")
     p.add_argument("--longest", type=float, default=0.5, help="seconds until the kill, at most")
     args = p.parse_args()
     rng, found = random.Random(1), list[dict[str, Any]]()
-    for _ in range(args.times):
-        engine = Engine(model_path="box", device=args.device, tp_size=args.ranks, max_running_requests=8,
-                        max_total_tokens=4096 + 8 * args.tokens)  # fmt: skip
-        found.append(once(engine, rng.random() * args.longest, rng.randrange(args.ranks - 1), rng, args.tokens))
-        print(len(found), found[-1], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder  # of these engines alone
+        for _ in range(args.times):
+            engine = Engine(model_path="box", device=args.device, tp_size=args.ranks, dp_size=args.replicas,
+                            max_running_requests=8, max_total_tokens=4096 + 8 * args.tokens)  # fmt: skip
+            found.append(once(engine, rng.random() * args.longest, rng.randrange(1 << 16), rng, args.tokens))
+            print(len(found), found[-1], flush=True)
     figures = {
-        "device": args.device, "ranks": args.ranks, "kills": len(found),
+        "device": args.device, "ranks": args.ranks, "replicas": args.replicas, "kills": len(found),
         "errors": dict(Counter(each["error"] for each in found)),
         "told_s": summary([each["told_s"] for each in found]) | {"runs": None},
         "ended_s": summary([each["ended_s"] for each in found]) | {"runs": None},

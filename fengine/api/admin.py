@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from fengine.api.context import HasContext
 from fengine.core.scalars import told
 from fengine.core.step_trace import StepRecord
-from fengine.engine.weights.save import save_weights
 from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, UnsupportedFeatureError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -139,8 +138,7 @@ def save_sharded_model(engine: HasContext, path: str, pattern: str | None = None
     """Writes the live weights, with config and tokenizer, as a folder that `model_path` takes; shards of `max_size`
     bytes at most. Errors: InvalidRequestError, StorageError, MemoryReleasedError."""
     parts = engine._parts
-    with parts.updates.alone():
-        save_weights(parts.updates, parts.model_dir, parts.config.model.json_overrides, path, pattern, max_size)
+    parts.updates.save(parts.model_dir, parts.config.model.json_overrides, path, pattern, max_size)
 
 
 def save_remote_model(engine: HasContext, **kwargs: Any) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack, cast, overload
@@ -27,6 +26,7 @@ from fengine.api.streams import AsyncStream, OutputCollector, Stream
 from fengine.api.tokenizer_manager import TokenizerManager
 from fengine.api.types import CallOptions, GenerateOutput, SamplingParamsDict
 from fengine.config import EngineConfig
+from fengine.core.owned import finalize
 from fengine.core.request import Request, SamplingParams
 from fengine.engine.build import build, memory_told
 from fengine.engine.parts import Parts
@@ -43,11 +43,9 @@ Prompts = str | list[str] | None
 Ids = Sequence[int]
 
 
-def _close(parts: Parts, close_grammars: Callable[[], None], pid: int) -> None:
-    """Ends an engine in the process that it belongs to."""
-    if os.getpid() == pid:
-        parts.close()
-        close_grammars()
+def _close(parts: Parts, close_grammars: Callable[[], None]) -> None:
+    parts.close()
+    close_grammars()
 
 
 @checked_calls
@@ -112,7 +110,7 @@ class Engine:
         parts.core.call("label_weights", version=args.weight_version)
         self.tokenizer_manager = TokenizerManager(self)
         holder = self if owned else grammars  # `grammars` lives as long as its own finalizer: until shutdown or the end
-        self._finalizer = weakref.finalize(holder, _close, parts, grammars.close, self._pid)
+        self._finalizer = finalize(holder, _close, parts, grammars.close)
 
     def __enter__(self) -> "Engine":
         return self

@@ -1,6 +1,8 @@
 """An engine as one of several replicas: it hears requests and commands of the first process, and tells of progress."""
 
+import os
 import queue
+import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -14,12 +16,13 @@ from fengine.core.plain import from_plain
 from fengine.core.request import Request
 from fengine.engine.build import build
 from fengine.engine.parallel.child import NOTHING, Link
+from fengine.engine.parallel.kept import READING
 from fengine.engine.parallel.progress import decoded, kind_and_text, progress, with_images
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.engine.weights.incoming import Unsent
 from fengine.engine.weights.updates import UpdateResult
-from fengine.errors import FengineError
+from fengine.errors import EngineDeadError, FengineError
 from fengine.lora.shared import Replicated
 from fengine.structured_output.backend import Grammars, Source
 from fengine.structured_output.schema import Whitespace
@@ -51,6 +54,7 @@ class Server:
         self._use_whitespace(list(Whitespace()))
         parts.core.handlers["use_whitespace"] = self._use_whitespace
         threading.Thread(target=self._tell, name="fengine-progress", daemon=True).start()
+        threading.Thread(target=self._end, name="fengine-end", daemon=True).start()
 
     def _use_whitespace(self, whitespace: list[Any] | None) -> None:
         """Of grammars; None: they are off."""
@@ -59,6 +63,14 @@ class Server:
         self.handles = replace(NOTHING, grammar=lambda kind, text: grammars.compile(Source(kind, text)))
         if self.adapters is not None:
             self.handles = replace(self.handles, adapter=self.adapters.of)
+
+    def _end(self) -> None:
+        """With an engine that has died, of which the first process is told why: it may start another one."""
+        self.parts.core.threads[-1].join()
+        self.link.say(error=str(self.parts.core.inbox.end))
+        if self.parts.ranks is not None:
+            self.parts.ranks.close()
+        os._exit(1)
 
     def run(self) -> None:
         """Until the process ends."""
@@ -91,9 +103,13 @@ class Server:
                     value = self.parts.core.stats() if name == "get_stats" else self.parts.core.call(name, **arguments)
                 else:
                     value = getattr(self.owners.get(part) or getattr(self.parts, part), name)(*given, **arguments)
-                self.link.say(answer=number, value=value)
+                self.link.say(answer=number, value=value, **self._read(part))
             except Exception as error:  # whatever it is: who asked waits
-                self.link.say(answer=number, failed=kind_and_text(error))
+                self.link.say(answer=number, failed=kind_and_text(error), **self._read(part))
+
+    def _read(self, part: str) -> dict[str, Any]:
+        """What may have changed by a call of that part."""
+        return {"read": read_by(self.parts)} if part in READING else {}
 
     def _tell(self) -> None:
         """What is new of all requests that have news, in one line."""
@@ -104,7 +120,7 @@ class Server:
                     news.append(self.fresh.get_nowait())
             told = []
             for state in dict.fromkeys(news):
-                if state in self.sent:
+                if state in self.sent and not isinstance(state.error, EngineDeadError):  # which `_end` tells of all
                     done = state.done
                     told.append((state.request.rid, progress(state, self.sent[state])))
                     if done:
@@ -114,9 +130,20 @@ class Server:
             news = state = None  # an idle engine keeps nothing of the requests that it had
 
 
+def read_by(parts: Parts) -> dict[str, Any]:
+    """By name, what the model and adapters were read from that an engine computes with. Pure."""
+    origin, adapters = parts.weights.origin, parts.adapters
+    found: dict[str, Any] = {"config.json": repr(parts.spec), "weights": origin and str(origin.directory)}
+    if origin is not None:
+        found |= {str(origin.directory / name): rest for name, *rest in origin.stamp}
+    if adapters is not None:
+        found |= {f"LoRA adapter {name!r}": sha for name, sha in adapters.digests().items()}
+    return found
+
+
 def serve(link: Link, start: dict[str, Any]) -> None:
     """Until the process ends. What fails at the start is told."""
-    link.folder = start["folder"]
+    link.folder = tempfile.tempdir = start["folder"]  # what it leaves, killed at any moment, goes with all
     try:
         parts = build(from_plain(EngineConfig, start["config"], NOTHING), FEATURES)
     except FengineError as error:
@@ -132,5 +159,5 @@ def serve(link: Link, start: dict[str, Any]) -> None:
                 (name, list(place.shape), str(place.leaf.dtype)) for name, place in parts.weights.places.items()
             ],
         }  # fmt: skip
-        link.say(ready=facts)
+        link.say(ready=facts, read=read_by(parts))
         server.run()

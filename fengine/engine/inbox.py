@@ -49,9 +49,14 @@ class Inbox:
         self._waiting: dict[int, Reply] = {}
         self._pid = os.getpid()
 
+    @property
+    def here(self) -> bool:
+        """Whether this is the process of the threads, not a forked child."""
+        return os.getpid() == self._pid
+
     def check_process(self) -> None:
-        """Errors: EngineClosedError in a forked child: it has none of the threads."""
-        if os.getpid() != self._pid:
+        """Errors: EngineClosedError in a forked child."""
+        if not self.here:
             raise EngineClosedError(FORKED)
 
     def check(self) -> None:

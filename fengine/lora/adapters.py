@@ -8,7 +8,6 @@ image; it is read again when it is asked for, if its files are what they were.
 
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fengine.config import DEFAULT_RANK, MAX_RANK, LoraConfig
+from fengine.core.owned import finalize
 from fengine.core.request import Adapter
 from fengine.core.scalars import told
 from fengine.errors import AdapterError, ConfigError, InvalidRequestError, ModelLoadError, OutOfMemoryError
@@ -138,6 +138,11 @@ class Adapters:
         """The path of every adapter that requests may name."""
         with self._lock:
             return {name: entry.path for name, entry in sorted(self._entries.items())}
+
+    def digests(self) -> dict[str, str]:
+        """The sha256 of what every adapter was read from."""
+        with self._lock:
+            return {name: entry.sha256 for name, entry in sorted(self._entries.items())}
 
     def resolve(self, name: Any) -> Adapter:
         """The adapter that a request names. Errors: InvalidRequestError, AdapterError if it cannot be read again."""
@@ -267,7 +272,7 @@ class Adapters:
         load = Adapter(name, number, pieces, pinned)
         self._loads[number] = load
         for _, group in self.parts:
-            weakref.finalize(load, part_file(group, number).unlink, missing_ok=True)
+            finalize(load, part_file(group, number).unlink, missing_ok=True)
         return load
 
     def _pieces(self, image: Tensor) -> list[Tensor]:

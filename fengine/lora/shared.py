@@ -4,7 +4,6 @@ Each replica reads the files itself, and knows a load by the number that it has 
 is never computed with another load of the same name."""
 
 import json
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from fengine.config import LoraConfig
+from fengine.core.owned import Folder
 from fengine.core.request import Adapter
 from fengine.errors import AdapterError, FengineError
 from fengine.lora.adapters import Adapters, Entry
@@ -31,14 +31,14 @@ class SharedAdapters(Adapters):
         nothing: Any = None
         super().__init__(nothing, nothing, torch.empty(config.max_loras_per_batch, 0), config.max_loaded_loras, "")
         self.ask, self.folder = ask, folder
-        self._folders: dict[str, tempfile.TemporaryDirectory[str]] = {}  # of those given as tensors
+        self._folders: dict[str, Folder] = {}  # of those given as tensors
         for name, path in config.named():
             self._enter(name, path, name in config.pinned, next(self._numbers))
 
     def load_tensors(self, name: Any, tensors: Any, values: Any, pinned: Any = False) -> None:
         check_arguments(tensors, values)
         check_tensors(tensors, name)
-        folder = tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True)
+        folder = Folder(parent=self.folder)
         leave_tensors(tensors, Path(folder.name) / WEIGHTS)
         (Path(folder.name) / CONFIG).write_text(json.dumps(dict(values), default=_plain))
         with self._loading:

@@ -1,6 +1,5 @@
 """`Runtime`, SGLang's server as an object: a process of its own, whose answers are JSON texts."""
 
-import atexit
 import json
 import shlex
 import sys
@@ -10,6 +9,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from fengine.api.server_args import ServerArgs
+from fengine.core.owned import finalize
 from fengine.errors import EngineClosedError, EngineDeadError
 from fengine.tokenizer.hf_tokenizer import get_tokenizer
 from fengine.utils import launch_server_cmd, terminate_process, wait_for_server
@@ -31,15 +31,15 @@ def command_of(args: ServerArgs) -> str:
 
 
 class Runtime:
-    """A server with the settings of an Engine, at `url`. Ends with this process, or with `shutdown`."""
+    """A server with the settings of an Engine, at `url`. Ends with this object or process, or with `shutdown`."""
 
     def __init__(self, log_level: str = "error", launch_timeout: float = 300.0, **settings: Any) -> None:
         """Errors: those of ServerArgs; EngineDeadError, TimeoutError if the server does not start."""
         self.server_args = ServerArgs(log_level=log_level, **settings)
         wanted = settings.get("port")
         self._process, port = launch_server_cmd(command_of(self.server_args), port=wanted)
-        self.url, self._open = f"http://127.0.0.1:{port}", True
-        atexit.register(self.shutdown)
+        self.url = f"http://127.0.0.1:{port}"
+        self._end = finalize(self, terminate_process, self._process)
         try:
             wait_for_server(self.url, launch_timeout, self._process)
         except (EngineDeadError, TimeoutError):
@@ -64,13 +64,11 @@ class Runtime:
         return get_tokenizer(self.server_args.tokenizer_path or self.server_args.model_path)
 
     def shutdown(self) -> None:
-        if self._open:
-            self._open = False
-            terminate_process(self._process)
+        self._end()
 
     def _ask(self, path: str, body: dict[str, Any]) -> str:
         """Errors: EngineClosedError behind a shutdown."""
-        if not self._open:
+        if not self._end.alive:
             raise EngineClosedError("this Runtime has been shut down")
         headers, key = {"Content-Type": "application/json"}, vars(self.server_args)["api_key"]
         if key is not None:

@@ -4,7 +4,6 @@ A template comes from a checkpoint, so it is untrusted code: it is rendered in a
 whatever goes wrong in it is a `ChatTemplateError` of this request alone. Rendered text equals that of transformers'
 `apply_chat_template`."""
 
-import atexit
 import logging
 import os
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from fengine.core.owned import finalize
 from fengine.core.parameter_kinds import json_like
 from fengine.errors import (
     ChatTemplateError,
@@ -106,7 +106,7 @@ def left_open(messages: list[dict[str, Any]], rendered: str) -> str:
 def _renderers(process: int) -> Trials:
     """The children that render, for all templates of a process; a fork has its own. Pure but for them."""
     found = Trials("fengine.tokenizer.templates", RENDERERS, LIMITS)
-    atexit.register(lambda: found.close() if os.getpid() == process else None)  # not when a fork of it ends
+    finalize(found, found.close)
     return found
 
 

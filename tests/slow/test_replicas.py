@@ -1,8 +1,11 @@
 """Engines of several replicas: one's bits, results in order, prompts where they are known, and what a death does."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -11,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import tiny_adapters
+import tiny_checkpoints
 import tiny_vision
 import torch
 from test_ranks import PARAMS, PROMPTS, SETTINGS, adapted, results
@@ -28,6 +32,7 @@ from fengine.errors import (
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
+    MemoryReleasedError,
     StorageError,
     UnsupportedFeatureError,
 )
@@ -145,8 +150,15 @@ def test_errors_are_those_of_one(one: Engine, two: Engine) -> None:
     with pytest.raises(UnsupportedFeatureError, match="processor"):
         two.register_logit_processor("same", lambda logits, params: logits)
         two.generate("a", custom_logit_processor="same")
-    with pytest.raises(UnsupportedFeatureError, match="profile.start with parallel.dp_size=2"):
-        two.start_profile()
+    refused = {
+        "start_profile with parallel.dp_size=2": two.start_profile, "use dp_size=1": two.steps_told(print).__enter__,
+        "use update_weights_from_tensor": partial(two.destroy_weights_update_group, "g"),
+    }  # fmt: skip
+    for said, call in refused.items():
+        with pytest.raises(UnsupportedFeatureError, match=said):
+            call()
+    with pytest.raises(InvalidRequestError, match="is no text, number"):
+        two.update_weights_from_disk(cast(Any, object()))
 
 
 def test_tensors_reach_every_replica(two: Engine) -> None:
@@ -170,6 +182,20 @@ def test_tensors_reach_every_replica(two: Engine) -> None:
         two.update_weights_from_tensor([], load_format="mine")
     assert two.update_weights_from_disk("box", weight_version="second").success
     assert [two.generate(prompt, params)["text"] for prompt in PROMPTS] == before
+
+
+def test_one_of_them_saves_the_weights(one: Engine, two: Engine, tmp_path: Path, monkeypatch: Any) -> None:
+    assert two.update_weights_from_disk(cast(Any, Path(BOX))).success
+    monkeypatch.chdir(tmp_path)
+    for engine, name in ((one, "one"), (two, "two")):
+        engine.save_sharded_model(path=name, max_size=1 << 20)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len(files) > 8 and files == sorted(path.name for path in (tmp_path / "two").iterdir())
+    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in files)
+    with pytest.raises(InvalidRequestError, match="holds weights already"):
+        two.save_sharded_model(path="two")
+    with pytest.raises(StorageError, match="cannot be written"):
+        two.save_sharded_model(path="two/config.json/x")
 
 
 def test_adapters_are_those_of_one(tmp_path: Path) -> None:
@@ -261,7 +287,7 @@ def killed(engine: Engine) -> list[Any]:
 def came_back(engine: Engine, rank: int) -> None:
     core: Any = engine._parts.core
     with core._lock:
-        assert core._lock.wait_for(lambda: replicas(engine)[rank].fault is None, 60)
+        assert core._lock.wait_for(lambda: replicas(engine)[rank].fault is None, 300)
 
 
 def test_a_death_fails_its_requests_by_name_and_the_others_go_on() -> None:
@@ -293,6 +319,115 @@ def test_one_that_is_started_again_computes_the_same() -> None:
         assert [out["text"] for out in again] == [out["text"] for out in want]
 
 
+def restarted(engine: Engine, rank: int) -> str | None:
+    """Why a replica that was killed and is there again takes no requests."""
+    core, replica = cast(Any, engine._parts.core), replicas(engine)[rank]
+    cast(Any, replica.child).process.kill()
+    with core._lock:
+        assert core._lock.wait_for(lambda: replica.facts is None, 300)
+        assert core._lock.wait_for(lambda: replica.facts is not None and replica.caught_up, 300)
+        return replica.fault
+
+
+def test_one_that_reads_other_files_than_the_rest_takes_no_requests(tmp_path: Path) -> None:
+    model, adapter = tiny_checkpoints.write(tmp_path / "model"), tmp_path / "adapter"
+    tiny_adapters.random_adapter(adapter, model, 8)
+    how: Any = {"lora_paths": {"a": str(adapter)}, "max_lora_rank": 8, "skip_tokenizer_init": True}
+    ids: Any = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
+    with Engine(model_path=str(model), **how, max_total_tokens=600, dp_size=2, dp_restart=True) as engine:
+        assert restarted(engine, 1) is None
+        os.utime(model / "model.safetensors")
+        assert "model.safetensors changed since" in str(restarted(engine, 1))
+        with pytest.raises(EngineDeadError, match="replica 1 of 2 has not what the others have.*model.safetensors"):
+            engine.generate(**ids, routed_dp_rank=1)
+        assert engine.generate(**ids)
+        assert engine.update_weights_from_disk(str(model)).success
+        assert engine.generate(**ids, routed_dp_rank=1)
+        tiny_adapters.random_adapter(adapter, model, 8, seed=1)
+        assert "LoRA adapter 'a' changed since" in str(restarted(engine, 0))
+        assert engine.unload_lora_adapter("a").success and replicas(engine)[0].fault is None
+        values = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+        (model / "config.json").write_text(json.dumps(values))
+        assert "config.json changed since" in str(restarted(engine, 0))
+
+
+def test_one_that_is_started_again_holds_no_more_memory_than_the_rest() -> None:
+    with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
+        engine.release_memory_occupation(["kv_cache"])
+        engine.release_memory_occupation(["weights"])
+        engine.resume_memory_occupation(["kv_cache"])
+        assert restarted(engine, 1) is None
+        with pytest.raises(MemoryReleasedError, match="'weights' is released"):
+            engine.generate("a", routed_dp_rank=1)
+        engine.resume_memory_occupation()
+        assert engine.generate("a", {"max_new_tokens": 2}, routed_dp_rank=1)
+        assert restarted(engine, 1) is None and engine.generate("a", {"max_new_tokens": 2}, routed_dp_rank=1)
+
+
+def test_a_rank_of_a_replica_takes_it_along() -> None:
+    with Engine(**SETTINGS, dp_size=2, tp_size=2, dp_restart=True) as engine:
+        core: Any = engine._parts.core
+        want = engine.generate(PROMPTS, PARAMS[0])
+        ranks = (Path(f"/proc/{pid}/task/{pid}/children").read_text() for pid in engine.get_all_child_pids())
+        (rank,) = list(ranks)[1].split()
+        long: Any = {"max_new_tokens": 400, "ignore_eos": True}
+        streams = [engine.generate("One two", long, routed_dp_rank=i, stream=True) for i in range(2)]
+        next(iter(streams[1]))
+        os.kill(int(rank), signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"replica 1 of 2 failed: rank 1 of 2 was ended by SIGKILL"):
+            list(streams[1])
+        with core._lock:
+            assert core._lock.wait_for(lambda: replicas(engine)[1].fault is None, 300)
+        assert list(streams[0])
+        again = [engine.generate(prompt, PARAMS[0], routed_dp_rank=1) for prompt in PROMPTS]
+        assert [out["text"] for out in again] == [out["text"] for out in want]
+
+
+def test_a_death_while_they_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Replicas._hear
+
+    def hear(self: Replicas, replica: Replica, told: dict[str, Any]) -> None:
+        if replica.rank == 0:
+            own(self, replica, told)
+        elif self.replicas[0].facts and replica.child is not None:
+            replica.child.process.kill()
+
+    monkeypatch.setattr(Replicas, "_hear", hear)
+    with pytest.raises(EngineDeadError, match="replica 1 of 2 was ended by SIGKILL"):
+        Engine(**SETTINGS, dp_size=2)
+
+
+@pytest.mark.parametrize("how", ["dp_size", "tp_size"])
+def test_a_fork_that_ends_takes_nothing_along(how: str, tmp_path: Path) -> None:
+    """Neither folders that the other processes read from, nor their sockets, nor requests whose streams it drops."""
+    tiny_adapters.random_adapter(tmp_path / "a", BOX, 8)
+    settings = SETTINGS | {how: 2, "lora_paths": {"a": str(tmp_path / "a")}, "max_lora_rank": 8}
+    code = (
+        "import gc, os, sys, warnings\n"
+        "from pathlib import Path\n"
+        "from fengine import Engine\n"
+        "warnings.simplefilter('ignore')  # of forks beside threads\n"
+        f"with Engine(**{settings}) as engine:\n"
+        "    folder = Path(engine._parts.ranks.folder.name)\n"
+        "    files = sorted(path.name for path in folder.iterdir())\n"
+        "    stream = engine.generate('One two', {'max_new_tokens': 400, 'ignore_eos': True}, stream=True)\n"
+        "    next(stream)\n"
+        "    for _ in range(2):\n"
+        "        if (child := os.fork()) == 0:\n"
+        "            stream, engine._parts.adapters = None, None\n"
+        "            gc.collect()\n"
+        "            engine.shutdown()\n"
+        "            sys.exit(0)\n"
+        "        assert os.waitpid(child, 0)[1] == 0\n"
+        "    assert sorted(path.name for path in folder.iterdir()) == files\n"
+        "    assert list(stream)[-1]['meta_info']['completion_tokens'] == 400\n"
+        "    assert engine.generate('a', {'max_new_tokens': 2}, lora_path='a')\n"
+        "assert not folder.exists()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_one_that_was_taken_for_dead_stays_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would remove the folder that the others read from."""
     with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
@@ -302,7 +437,7 @@ def test_one_that_was_taken_for_dead_stays_dead(monkeypatch: pytest.MonkeyPatch)
         engine.generate("a", {"max_new_tokens": 1}, routed_dp_rank=1)  # the shorter silence counts from here
         os.kill(first.process.pid, signal.SIGSTOP)
         with core._lock:
-            assert core._lock.wait_for(lambda: replicas(engine)[1].facts is None, 60)
+            assert core._lock.wait_for(lambda: replicas(engine)[1].facts is None, 300)
         came_back(engine, 1)
         assert first.process.poll() == -signal.SIGKILL and Path(core.folder.name).is_dir()
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +31,20 @@ BEAT = 1.0  # seconds between two signs of life
 
 
 NOTHING = Handles({}, lambda kind, text: None, lambda name, number: Adapter(name, number, None))  # empty handles
+
+
+_open: "weakref.WeakSet[Child]" = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a fork of the first process, which has its sockets, too: it has nothing to say, and nobody waits for its
+    end."""
+    for each in list(_open):
+        if each.sock.fileno() >= 0:
+            os.close(each.sock.detach())
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class Child:
@@ -53,6 +68,7 @@ class Child:
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         theirs.close()
+        _open.add(self)
         self.sock.settimeout(FIRST)
         self.send(start)
         threading.Thread(target=self._listen, name=f"fengine-child-{self.process.pid}", daemon=True).start()

@@ -6,10 +6,8 @@
 Only rank 0 knows requests, texts and grammars. A rank (`follower.py`) answers each step with a checksum of what it
 computed from; one that differs, dies, or gives no sign of life ends the engine with one error."""
 
-import tempfile
 import threading
 import uuid
-import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fengine.config import EngineConfig
+from fengine.core.owned import Folder, finalize
 from fengine.core.plain import to_plain
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput, StepOutput
@@ -52,10 +51,10 @@ class Ranks:
         devices = [device_of_rank(device, rank, self.size) for rank in range(self.size)]
         self.device = devices[0]
         self._held = ExitStack()
-        self.folder = tempfile.TemporaryDirectory(prefix="fengine-ranks-", ignore_cleanup_errors=True)
+        self.folder = Folder("fengine-ranks-")
         name, sockets = f"fengine-{uuid.uuid4().hex}", peers.mesh(self.size)
         self.group = group_of(name, 0, self.folder.name, sockets[0], self.device)
-        weakref.finalize(self, peers.close, sockets[0])  # whoever exchanges names the ranks
+        finalize(self, peers.close, sockets[0])  # whoever exchanges names the ranks
         self.fault: EngineDeadError | None = None
         self._step = 0  # that is being launched
         self._core: EngineCore | None = None

@@ -1,5 +1,7 @@
 """The parts of an engine where it is several replicas: METHODS are asked of all, and their answers are joined."""
 
+import json
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,10 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from fengine.engine.weights.incoming import tensors_of, unfit
+from fengine.engine.weights.save import checked
 from fengine.engine.weights.updates import UpdateResult
-from fengine.errors import UnsupportedFeatureError
+from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.worker.safetensors_file import leave_tensors
 
+GROUPS = "a group for weights (update_weights_from_distributed)", "update_weights_from_tensor, or dp_size=1"
+NAMES = {  # as a caller knows what is not built, and what to do instead
+    "updates.groups": GROUPS, "updates.update_from_distributed": GROUPS,
+    "profile.start": ("start_profile", "dp_size=1"),
+    "profile.stop": ("stop_profile", "dp_size=1"),
+    "core.watch_steps": ("telling of steps (steps_told, and a trace of them)", "dp_size=1"),
+}  # fmt: skip
 METHODS = {  # of parts of an engine, asked of every replica
     "weights": ("nbytes",),
     "updates": ("update_from_disk", "begin", "end", "read"),
@@ -40,6 +50,23 @@ def _added(values: Sequence[Any]) -> Any:
     return {name: why for value in values for name, why in value.items()} if isinstance(values[0], dict) else values[0]
 
 
+def not_built(what: str, size: int) -> UnsupportedFeatureError:
+    """Of a method of a part. Pure."""
+    name, instead = NAMES.get(what, (what, "dp_size=1"))
+    return UnsupportedFeatureError(f"{name} with parallel.dp_size={size} is not built; use {instead}")
+
+
+def plain_command(command: list[Any]) -> list[Any]:
+    """As it comes to another process. Pure. Errors: InvalidRequestError for what cannot."""
+
+    def told(value: Any) -> str:
+        if isinstance(value, Path):
+            return str(value)
+        raise InvalidRequestError(f"{value!r:.80} is no text, number, list or dict: nothing else is sent to replicas.")
+
+    return json.loads(json.dumps(command, default=told))
+
+
 class Remote:
     """A part of the replicas' engines: METHODS are asked of all."""
 
@@ -52,8 +79,7 @@ class Remote:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in METHODS[self._part]:
-            what = f"{self._part}.{name}"
-            raise UnsupportedFeatureError(f"{what} with parallel.dp_size={self._core.size} is not built; use dp_size=1")
+            raise not_built(f"{self._part}.{name}", self._core.size)
         return partial(self._core.ask, self._part, name)
 
     def close(self) -> None:
@@ -88,3 +114,8 @@ class RemoteUpdates(Remote):
             return self._core.ask("files", "update", str(path), told, version, abort)
         finally:
             path.unlink(missing_ok=True)  # an engine that is closed meanwhile removes its folder
+
+    def save(self, model_dir: Path, overrides: str, path: Any, pattern: Any, max_size: Any) -> None:
+        """By one replica: all have the same."""
+        folder, most = checked(path, pattern, max_size)
+        self._core.ask_one(self._part, "save", str(model_dir), overrides, os.path.abspath(folder), pattern, most)

@@ -7,7 +7,6 @@ A request's seed is resolved before it is routed (`routing.py`), so where it goe
 fails its requests by name; the others go on."""
 
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -20,24 +19,24 @@ from typing import Any, cast
 import torch
 
 from fengine.config import EngineConfig
+from fengine.core.owned import Folder
 from fengine.core.plain import to_plain
 from fengine.engine.inbox import Inbox
 from fengine.engine.load import Loaded
 from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.parallel.child import NOTHING, Child
+from fengine.engine.parallel.kept import Kept
 from fengine.engine.parallel.progress import encoded, error_of, take, with_images
-from fengine.engine.parallel.remote import METHODS, Remote, RemoteUpdates, joined
-from fengine.engine.parallel.routing import BLOCK, Replica, chosen, prefix_keys, refusal
+from fengine.engine.parallel.remote import METHODS, Remote, RemoteUpdates, joined, not_built, plain_command
+from fengine.engine.parallel.routing import AWAY, BLOCK, Replica, chosen, prefix_keys
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL
 from fengine.engine.workers import Features
-from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, UnsupportedFeatureError
+from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, ModelLoadError
 from fengine.worker.process_group import device_of_rank
 
 logger = logging.getLogger("fengine")
-# What a replica is told again that was started again.
-KEPT = ("pause", "label_weights", "keep_weights", "update_from_disk", "use_whitespace", "load", "unload")
 CHANGES = ("updates", "files")  # parts whose calls come to every replica in one order
 
 
@@ -51,15 +50,17 @@ class Replicas:
         self._lock = threading.Condition(cast(Any, self.inbox.lock))
         self._changes, self._began = threading.Lock(), False
         self.requests = OutputProcessor(cast(Any, self), self.abort)
-        self._kept: dict[Any, list[Any]] = {}
-        self.folder = tempfile.TemporaryDirectory(prefix="fengine-replicas-", ignore_cleanup_errors=True)
+        self.folder = Folder("fengine-replicas-")
         self.replicas = [Replica(rank, blocks) for rank in range(self.size)]
+        self._kept = Kept(self.replicas, [name for name, _ in config.lora.named()])
         self._text = threading.Thread(target=self.requests.run, name="fengine-text", daemon=True)
         self._text.start()
         for each in self.replicas:
             self._start(each)
         with self._lock:
             self._lock.wait_for(lambda: self.inbox.end or all(each.facts for each in self.replicas))
+            if faults := [f"replica {each.rank} {each.fault}" for each in self.replicas if each.strange]:
+                self.inbox.close(cast(Any, ModelLoadError(faults[0])))
         if self.inbox.end is not None:
             self.close()
             raise self.inbox.end
@@ -76,6 +77,7 @@ class Replicas:
 
     def _hear(self, replica: Replica, told: dict[str, Any]) -> None:
         with self._lock:
+            replica.read = told.get("read", replica.read)
             if "progress" in told:
                 self._progress(replica, told["progress"])
             if "answer" in told and (answer := replica.calls.pop(told["answer"], None)):
@@ -83,8 +85,10 @@ class Replicas:
                     answer.set_exception(error_of(told["failed"]))
                 else:
                     answer.set_result(told["value"])
-                if answer in replica.catching_up and (why := refusal(answer)):
-                    logger.warning("replica %d was started again, but takes no requests: %s", replica.rank, why)
+                if answer in replica.catching_up:
+                    self._kept.compare()
+            if "error" in told:
+                replica.error = told["error"]
             if "failed_start" in told:
                 error = error_of(told["failed_start"])
                 if self._began:
@@ -92,8 +96,9 @@ class Replicas:
                 else:
                     self.inbox.close(cast(Any, error))
             if "ready" in told:
-                replica.facts = told["ready"]
-                replica.catching_up = self._ask(replica, *self._kept.values())
+                replica.facts, replica.strange = told["ready"], AWAY
+                replica.catching_up = self._ask(replica, *self._kept.commands)
+                self._kept.compare()
             self._lock.notify_all()
 
     def _progress(self, replica: Replica, told: list[tuple[str, dict[str, Any]]]) -> None:
@@ -116,13 +121,14 @@ class Replicas:
 
     def _died(self, replica: Replica, how: str) -> None:
         """Its requests and calls end; with `dp_restart` it comes back."""
-        error = EngineDeadError(f"replica {replica.rank} of {self.size} {how}; its requests have ended")
         with self._lock:
+            how, replica.error = f"failed: {replica.error}" if replica.error else how, None
+            error = EngineDeadError(f"replica {replica.rank} of {self.size} {how}; its requests have ended")
             was_ready, replica.facts = replica.facts is not None, None
             for state in replica.end(error):
                 self.requests.steps.put(([], [self.requests.forget(state.request)]))
             again = was_ready and self.config.parallel.dp_restart and self.inbox.end is None
-            if not again and not any(each.facts for each in self.replicas):
+            if not again and not (self._began and any(each.facts for each in self.replicas)):
                 self.inbox.close(EngineDeadError(f"{error}; no replica is left, create a new engine"))
             self._lock.notify_all()
         if again:
@@ -159,6 +165,8 @@ class Replicas:
 
     def abort(self, states: Sequence[RequestState]) -> None:
         """As `EngineCore.abort`."""
+        if not self.inbox.here:
+            return
         with self._lock:
             for each in self.replicas:
                 if rids := [s.request.rid for s in states if each.open.get(s.request.rid) is s]:
@@ -174,7 +182,7 @@ class Replicas:
     def call(self, name: str, attached: Any = None, **arguments: Any) -> Any:
         """Asks every replica; answers are joined. Errors: what the first raises that does; UnsupportedFeatureError."""
         if attached is not None:
-            raise UnsupportedFeatureError(f"{name} with parallel.dp_size={self.size} is not built; use dp_size=1")
+            raise not_built(f"core.{name}", self.size)
         if name == "flush_cache":
             with self._lock:  # others learn
                 for each in self.replicas:
@@ -184,29 +192,27 @@ class Replicas:
     def ask(self, part: str, name: str, *given: Any, **arguments: Any) -> Any:
         """As `call`, of a method of a part of their engines."""
         self.check_process()
-        command, trial = [part, name, given, arguments], object()
+        command = plain_command([part, name, given, arguments])
         with self._changes if part in CHANGES else nullcontext():
             with self._lock:
                 if name != "get_stats":  # behind what is told to one that was started again
                     self._lock.wait_for(lambda: all(a.done() for each in self.replicas for a in each.catching_up))
                 self.inbox.check()
-                if command[:2] == ["core", "resume"]:
-                    self._kept.pop(("pause", "core"), None)
-                if name in KEPT:
-                    self._kept[trial] = command  # for one that starts meanwhile
-                answers = [self._ask(each, command)[0] for each in self.replicas if each.facts]
-            wait(answers)
+                trial = self._kept.begin(command)
+                asked = [(each, self._ask(each, command)[0]) for each in self.replicas if each.facts]
+            wait([answer for _, answer in asked])
             with self._lock:
-                if self._kept.pop(trial, None) and not all(map(refusal, answers)):
-                    self._keep(given[0] if part == "adapters" else name, command)
-        return joined([answer.result() for answer in answers])
+                self._kept.end(trial, command, asked)
+        return joined([answer.result() for _, answer in asked])
 
-    def _keep(self, key: Any, command: list[Any]) -> None:
-        """Instead of what was kept before, behind all else."""
-        part, name, *_ = command
-        self._kept.pop((key, part), None)
-        if name != "unload" or key in dict(self.config.lora.named()):  # others are not loaded at the start
-            self._kept[key, part] = command
+    def ask_one(self, part: str, name: str, *given: Any) -> Any:
+        """As `ask`, of one that takes requests, while none changes. Errors: also EngineDeadError if there is none."""
+        self.check_process()
+        with self._changes:
+            with self._lock:
+                self.inbox.check()
+                answer = self._ask(self._able(None)[0], plain_command([part, name, given, {}]))[0]
+            return answer.result()
 
     def _ask(self, replica: Replica, *commands: list[Any]) -> list[Future[Any]]:
         """Has them carried out one after another. Errors, of answers: also EngineDeadError, EngineClosedError."""

@@ -13,6 +13,7 @@ from fengine.engine.request_state import RequestState
 from fengine.errors import FengineError
 
 BLOCK = 64  # tokens by which prompts are compared
+AWAY = "has ended, or is being started again"
 SLACK = 4  # open requests, and a quarter of those of the least busy replica, that a known prompt may cost
 
 
@@ -33,6 +34,9 @@ class Replica:
         self.child: Child | None = None
         self.facts: dict[str, Any] | None = None  # what it told when it was ready; None: it is not
         self.catching_up: list[Future[Any]] = []  # its answers to what it was told then
+        self.read: dict[str, Any] = {}  # what it told last of the files that it has read
+        self.strange: str | None = None  # what others have and it has not
+        self.error: str | None = None  # why it will end, in its own words
         self.open: dict[str, RequestState] = {}
         self.finished = 0  # requests
         self.calls: dict[int, Future[Any]] = {}  # that have no answer yet
@@ -40,12 +44,17 @@ class Replica:
         self.known: OrderedDict[Hashable, None] = OrderedDict()
 
     @property
+    def caught_up(self) -> bool:
+        return all(answer.done() for answer in self.catching_up)
+
+    @property
     def fault(self) -> str | None:
         """Why it takes no requests."""
-        if self.facts is None or not all(answer.done() for answer in self.catching_up):
-            return "has ended, or is being started again"
+        if self.facts is None or not self.caught_up:
+            return AWAY
         faults = filter(None, map(refusal, self.catching_up))
-        return next((f"was started again, but not with all that the others have: {why}" for why in faults), None)
+        why = next((f"was started again, but not with all that the others have: {why}" for why in faults), None)
+        return why or self.strange
 
     def send(self, value: Any) -> None:
         """To its process, if there is one."""

@@ -4,15 +4,16 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from fengine.core.scalars import told
 from fengine.engine.weights.live import LiveWeights
-from fengine.engine.weights.updates import WeightUpdates
 from fengine.errors import InvalidRequestError, StorageError
 from fengine.worker.safetensors_file import INDEX, read_config
 
@@ -21,24 +22,32 @@ PATTERN = "model-rank-{rank}-part-{part}.safetensors"  # SGLang's
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # files that belong to a model and hold no weights
 
 
-def save_weights(
-    updates: WeightUpdates, model_dir: Path, overrides: str, path: Any, pattern: Any = None, max_size: Any = None
-) -> Path:
-    """Writes every tensor under its checkpoint name, in shards of at most `max_size` bytes. Returns the folder.
-    `pattern` names a shard by `part` (and `rank`, which is 0). One shard at a time is in CPU memory. Errors:
-    InvalidRequestError, StorageError, MemoryReleasedError, EngineClosedError, EngineDeadError."""
-    updates.live.refuse_few_bits("saved")
+def checked(path: Any, pattern: Any, max_size: Any) -> tuple[Path, int]:
+    """The folder to write, and the most bytes of a shard. Errors: InvalidRequestError."""
     folder, most = _checked_folder(path), SHARD_BYTES if max_size is None else max_size
     if type(most) is not int or most < 1:
         raise InvalidRequestError(f"max_size must be a number of bytes of at least 1, got {told(max_size)}.")
+    _shard_name(PATTERN if pattern is None else pattern, 0)
+    return folder, most
+
+
+def save_weights(
+    live: LiveWeights, read: Callable[[str], Tensor | None], model_dir: Path, overrides: str, path: Any,
+    pattern: Any = None, max_size: Any = None,
+) -> None:  # fmt: skip
+    """Writes every tensor under its checkpoint name, in shards of at most `max_size` bytes.
+    `pattern` names a shard by `part` (and `rank`, which is 0). One shard at a time is in CPU memory. Errors:
+    InvalidRequestError, StorageError, MemoryReleasedError, EngineClosedError, EngineDeadError."""
+    live.refuse_few_bits("saved")
+    folder, most = checked(path, pattern, max_size)
     shards = [(_shard_name(PATTERN if pattern is None else pattern, part), names)
-              for part, names in enumerate(_shards(updates.live, most))]  # fmt: skip
+              for part, names in enumerate(_shards(live, most))]  # fmt: skip
     index: dict[str, str] = {}
     total = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, names in shards:
-            tensors = {name: tensor for name in names if (tensor := updates.read_tensor(name)) is not None}
+            tensors = {name: tensor for name in names if (tensor := read(name)) is not None}
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
             index |= dict.fromkeys(names, file)
             total += sum(tensor.nbytes for tensor in tensors.values())
@@ -47,7 +56,6 @@ def save_weights(
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
-    return folder
 
 
 def _checked_folder(path: Any) -> Path:

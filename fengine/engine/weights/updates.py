@@ -22,6 +22,7 @@ from fengine.engine.parallel.ranks import Ranks
 from fengine.engine.weights.group import GroupError, Groups, buffers
 from fengine.engine.weights.incoming import FORMATS, Change, Origin, settle_head, tensors_of
 from fengine.engine.weights.live import LiveWeights
+from fengine.engine.weights.save import save_weights
 from fengine.errors import (
     ConfigError,
     EngineBusyError,
@@ -224,6 +225,11 @@ class WeightUpdates:
     def read_tensor(self, tensor: str, rows: int | None = None) -> Tensor | None:
         """The first rows of a live tensor, or all; None for a name that the model has not. Errors: as `read`."""
         return self.core.call("read_weights", tensor=tensor, rows=rows)
+
+    def save(self, model_dir: Path | str, overrides: str, path: Any, pattern: Any, max_size: Any) -> None:
+        """As `save_weights`, while no update comes."""
+        with self.alone():
+            save_weights(self.live, self.read_tensor, Path(model_dir), overrides, path, pattern, max_size)
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
