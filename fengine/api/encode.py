@@ -129,19 +129,23 @@ def _prepared(context: EngineContext, text: Any, ids: Any) -> tuple[Any, Any]:
         return text, ids
     texts = [pooling.prompt + part for part in texts]
     texts = [part.lower() for part in texts] if pooling.lower else texts
-    if pooling.max_length is None or tokenizer is None or ids is not None:
+    classifies = context.parts.spec.num_labels is not None  # its texts are not cut, but pairs are
+    if pooling.max_length is None or tokenizer is None or ids is not None or classifies:
         return (texts if several else texts[0]), ids
     cut = [tokenizer.encode(part, max_length=pooling.max_length) for part in texts]
     return None, (cut if several else cut[0])
 
 
 def pair_ids(context: EngineContext, pairs: Any) -> list[list[int]]:
-    """Token ids of (query, document) pairs, joined as the tokenizer joins two texts. Errors: InvalidRequestError."""
-    if pooling_of(context) and context.parts.spec.num_labels is None:
+    """Token ids of (query, document) pairs, joined as the tokenizer joins two texts; the longer of both is cut first
+    where they are too long, as sentence-transformers' CrossEncoder does. Errors: InvalidRequestError."""
+    parts = context.parts
+    most = min(parts.context_length, pooling_of(context).max_length or parts.context_length)
+    if parts.spec.num_labels is None:
         raise InvalidRequestError(
             "rerank needs a cross-encoder: a checkpoint of …ForSequenceClassification. For others use score or encode."
         )
-    tokenizer = context.parts.tokenizer
+    tokenizer, spec = parts.tokenizer, parts.spec
     if tokenizer is None:
         raise InvalidRequestError("rerank takes texts, which skip_tokenizer_init=True cannot; use encode with ids.")
     pairs = plain(pairs)
@@ -152,7 +156,7 @@ def pair_ids(context: EngineContext, pairs: Any) -> list[list[int]]:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise InvalidRequestError(f"prompt[{i}] must be a pair [query, document] of texts, got {told(pair)}.")
         query, document = (tokenizer.check_text(text, f"prompt[{i}][{j}]") for j, text in enumerate(pair))
-        encoded, spec = tokenizer.backend.encode(query, document, add_special_tokens=True), context.parts.spec
+        encoded = tokenizer.encode_pair(query, document, most)
         typed = zip(encoded.ids, encoded.type_ids if spec.token_types > 1 else [0] * len(encoded.ids), strict=True)
         rows.append([token + kind * spec.vocab_size for token, kind in typed])
     return rows

@@ -161,7 +161,7 @@ class Request:
         params, due = self.params, self.prompt_len
         if self.first_scored + 1 < self.prompt_len:
             due = self.first_scored
-        if params.pool == "mean" or (params.hidden == "full" and self.num_preempted):
+        if params.pool not in (None, "cls", "last") or (params.hidden == "full" and self.num_preempted):
             due = min(due, max(self.num_seen, self.num_cached if self.num_preempted else 0))
         if params.pool == "cls" and not self.num_seen:
             due = 0

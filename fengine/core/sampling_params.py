@@ -159,7 +159,7 @@ class SamplingParams:
     top_logprobs: int = 0
     logprob_ids: tuple[int, ...] = ()
     hidden: str | None = None  # "full" | "last"
-    pool: str | None = None  # "last" | "mean" | "cls": an embedding; the request draws nothing (max_new_tokens 0)
+    pool: str | None = None  # worker.pooling.Pooling's: an embedding; the request draws nothing (max_new_tokens 0)
     head: bool = False  # apply the checkpoint's classification or reward head to the pooled hidden state
 
     @property

@@ -7,6 +7,7 @@ import numpy as np
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput, Scores, Span, StepOutput
 from fengine.engine.request_state import RequestState
+from fengine.worker.pools import pools_of
 
 Head = Callable[[np.ndarray], np.ndarray]  # pooled [D] -> [C], the checkpoint's own
 
@@ -127,15 +128,17 @@ def _add_hidden(state: RequestState, first: int, rows: np.ndarray) -> bool:
         if request.num_seen == request.prompt_len:  # the last chunk: one array for all of them
             state.hidden = [np.concatenate(state.hidden)]
         return True
-    total = np.zeros(rows.shape[1]) if state.total is None else state.total
-    for row in rows:  # one by one: the same sum however the prompt was cut into chunks
-        total += row
-    state.total = total
-    return bool(np.isfinite(total).all())
+    pools = pools_of(params.pool or "last")
+    for at, row in enumerate(rows.astype(np.float64), first):  # one by one: the same sum however the prompt was cut
+        state.totals = [
+            pool.add(total, row, at) for pool, total in zip(pools, state.totals or [0.0] * len(pools), strict=True)
+        ]
+    return bool(np.isfinite(rows).all())
 
 
 def _finish_pool(state: RequestState, head: Head) -> None:
     params = state.request.params
-    assert state.total is not None, "a pooled row draws when all that it pools is there"
-    pooled = (state.total / (state.request.prompt_len if params.pool == "mean" else 1)).astype(np.float32)
+    assert state.totals and params.pool, "a pooled row draws when all that it pools is there"
+    each = zip(pools_of(params.pool), state.totals, strict=True)
+    pooled = np.concatenate([pool.finish(total, state.request.prompt_len) for pool, total in each]).astype(np.float32)
     state.embedding = head(pooled) if params.head else pooled

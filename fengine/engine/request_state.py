@@ -65,8 +65,8 @@ class RequestState:
     output_ids: list[list[tuple[float, int]]] = field(default_factory=list)
     hidden: list[np.ndarray] = field(default_factory=list)  # [uncached prompt tokens, D], then [D] per decode step;
     # "last": [D] of the last step, or of every step if a stop string may end the output at an earlier one
-    embedding: np.ndarray | None = None  # [D], not normalised; or the head's output [C]
-    total: np.ndarray | None = None  # [D] float64: what is pooled so far
+    embedding: np.ndarray | None = None  # [D] for each way to pool, not normalised; or the head's output [C]
+    totals: list[Any] = field(default_factory=list)  # [D] float64: what is pooled so far, each way
     fault: FengineError | None = None  # of what it brought along: a logit processor, a grammar
 
     @property
@@ -104,7 +104,7 @@ class RequestState:
         token. No step may be in flight. Modifies: itself, its request."""
         request = self.request
         if not request.params.bare and not request.num_output:
-            self.input_logprobs, self.input_top, self.input_ids, self.hidden, self.total = [], [], [], [], None
+            self.input_logprobs, self.input_top, self.input_ids, self.hidden, self.totals = [], [], [], [], []
             request.num_cached, request.num_scored, request.num_seen = 0, 0, 0
 
 

@@ -19,7 +19,7 @@ FIELDS = {
     "initial_context_length": "an older name of original_max_position_embeddings",
 }  # fmt: skip
 ROPE = {
-    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 DEFAULTS = {

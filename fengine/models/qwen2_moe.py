@@ -17,7 +17,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
     read = ConfigReader(config)
     spec = decoder_spec(config, qkv_bias=read.flag("qkv_bias", default=True))
     shared = read.size("shared_expert_intermediate_size", 1 << 22)
-    spec = qwen_windows(config, with_sparse_layers(read, spec))
+    spec = qwen_windows(config, with_sparse_layers(read, spec), alternate=True)
     return replace(spec, experts=replace(spec.experts, shared_size=shared)) if spec.experts else spec
 
 

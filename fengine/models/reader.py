@@ -179,14 +179,24 @@ def _check_types(types: Any, layers: int) -> None:
         raise ModelLoadError(f"config.json: layer_types has {len(types)} entries for {layers} layers.")
 
 
-def qwen_windows(config: Config, spec: ModelSpec) -> ModelSpec:
-    """As `windowed`, by Qwen's keys: the layers from `max_window_layers` on slide, with `use_sliding_window`. Pure."""
+def qwen_windows(config: Config, spec: ModelSpec, alternate: bool = False) -> ModelSpec:
+    """As `windowed`, by Qwen's keys: with `use_sliding_window` the layers from `max_window_layers` on slide, or, with
+    `alternate`, every other one in front of it. Pure."""
     read = ConfigReader(config)
     first = read.size("max_window_layers", 1 << 12, 28, least=0)
     window = read.size("sliding_window", 1 << 27, 4096) if read.flag("use_sliding_window") else None
     read.done(spec.architecture)
-    found = [SLIDING if window is not None and index >= first else FULL for index in range(spec.num_layers)]
-    return windowed(spec, window, config.get("layer_types") or found)
+    slides = range(0, first, 2) if alternate else range(first, spec.num_layers)
+    found = [SLIDING if window is not None and index in slides else FULL for index in range(spec.num_layers)]
+    return windowed(spec, window, stated(config, window) or found)
+
+
+def stated(config: Config, window: int | None) -> Any:
+    """The key `layer_types`, which by transformers' masks slides by a window that is off. Errors: ModelLoadError."""
+    types = config.get("layer_types")
+    if window is None and isinstance(types, list) and SLIDING in types:
+        raise ModelLoadError("config.json: layer_types has sliding layers, use_sliding_window or sliding_window none.")
+    return types
 
 
 def refuse_layer_types(config: Config) -> None:

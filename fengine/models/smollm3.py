@@ -5,7 +5,7 @@ from dataclasses import replace
 from fengine.errors import ModelLoadError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
-from fengine.models.reader import FULL, SLIDING, ConfigReader, decoder_spec, sliding_window, windowed
+from fengine.models.reader import FULL, SLIDING, ConfigReader, decoder_spec, sliding_window, stated, windowed
 from fengine.models.rope import NONE
 from fengine.models.spec import Config, LayerKind, ModelSpec
 
@@ -30,7 +30,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
         raise ModelLoadError(f"config.json: no_rope_layers must be a 0 or 1 for each layer, got {turns!r:.200}.")
     kinds = tuple(LayerKind(rope="rope_MK" if turn else NONE) for turn in turns)
     found = [SLIDING if slides and not turn else FULL for turn in turns]
-    return windowed(replace(spec, kinds=kinds), window, config.get("layer_types") or found)
+    return windowed(replace(spec, kinds=kinds), window, stated(config, window) or found)
 
 
 FAMILY = Family("SmolLM3ForCausalLM", "smollm3", FIELDS, spec_from_hf, DEFAULTS)

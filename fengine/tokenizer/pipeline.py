@@ -42,14 +42,16 @@ MAX_GROWTH = 16  # of a text by all replacements together, without a trial
 MAX_INSERTED = 256  # characters that are put before each text, without a trial
 
 
-def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str]]:
-    """(pipeline, named special tokens). Errors: ModelLoadError, UnsupportedFeatureError."""
+def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str], str]:
+    """(pipeline, named special tokens, the side on which a text is cut). Errors: ModelLoadError,
+    UnsupportedFeatureError."""
     where = files.directory / "tokenizer.json"
     with library_errors(ModelLoadError, f"{where} is not a valid tokenizer"):
-        found = _plain(files) or _by_transformers(files.directory)
-        found[0].no_truncation()
-        found[0].no_padding()
-        risky = may_hang(found[0])
+        found, special = _plain(files) or _by_transformers(files.directory)
+        side = files.config.get("truncation_side") or (found.truncation or {}).get("direction", "right")
+        found.no_truncation()
+        found.no_padding()
+        risky = may_hang(found)
     if risky:
         with closing(trial.Trials(__name__, limits=LIMITS)) as child:
             try:
@@ -57,8 +59,10 @@ def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str]]:
             except trial.Refused as error:
                 raise ModelLoadError(f"{where} cannot be used: {error}.") from None
     with library_errors(ModelLoadError, f"{where} is not a valid tokenizer"):
-        exercise(found[0], [SAMPLE])
-    return found
+        exercise(found, [SAMPLE])
+    if side not in ("left", "right"):
+        raise ModelLoadError(f"{files.directory}: truncation_side must be 'left' or 'right', got {side!r:.80}.")
+    return found, special, side
 
 
 @contextmanager

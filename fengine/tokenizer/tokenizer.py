@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding, models
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
 
 from fengine.errors import ContextLengthError, InvalidRequestError
 from fengine.tokenizer import chat
@@ -36,6 +36,7 @@ class Tokenizer:
     chat_templates: dict[str, str] = field(repr=False)
     cleanup: bool
     directory: Path
+    cut_side: str = "right"
 
     @classmethod
     def from_directory(
@@ -47,7 +48,7 @@ class Tokenizer:
         `max_chars` defaults to 8 characters per token of context, plus some.
         Errors: ModelLoadError (missing, corrupt, SentencePiece only), UnsupportedFeatureError (unknown decoder)."""
         files = read_files(Path(path))
-        backend, special = load_pipeline(files)
+        backend, special, cut_side = load_pipeline(files)
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
         declared = files.model.get("max_position_embeddings")
         context = context_length or (declared if isinstance(declared, int) and declared > 0 else DEFAULT_CONTEXT)
@@ -61,6 +62,7 @@ class Tokenizer:
             cleanup=files.config.get("clean_up_tokenization_spaces") is True  # which transformers obeys, but for BPE
             and not isinstance(backend.model, models.BPE),
             directory=files.directory,
+            cut_side=cut_side,
         )
         _ = tokenizer.decoding  # refuses unknown decoders now rather than at the first request
         return tokenizer
@@ -102,8 +104,22 @@ class Tokenizer:
             return ids
         encoding = self.backend.encode(text, add_special_tokens=False)
         added = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
-        encoding.truncate(max(0, max_length - added))
+        encoding.truncate(max(0, max_length - added), direction=self.cut_side)
         return self.backend.post_process(encoding, None, add_special_tokens).ids
+
+    def encode_pair(self, first: str, second: str, max_length: int) -> Encoding:
+        """Two checked texts, joined as the tokenizer joins them; the longer one is cut first so that the ids with those
+        added are no more than `max_length`, then both to halves."""
+        whole = self.backend.encode(first, second)
+        if len(whole.ids) <= max_length:
+            return whole
+        parts = [self.backend.encode(text, add_special_tokens=False) for text in (first, second)]
+        room = max(0, max_length - self.backend.num_special_tokens_to_add(True))
+        short, long = sorted(parts, key=lambda part: len(part.ids))
+        least = min(len(short.ids), room // 2)
+        short.truncate(least, direction=self.cut_side)
+        long.truncate(room - least, direction=self.cut_side)
+        return self.backend.post_process(parts[0], parts[1])
 
     def with_special_tokens(self, ids: list[int]) -> list[int]:
         """The ids between those that the tokenizer adds to a text. Pure."""

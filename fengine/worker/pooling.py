@@ -25,27 +25,37 @@ from fengine.models.modernbert import EPS as HEAD_EPS
 from fengine.ops.activations import activate
 from fengine.ops.layer_norm import layer_norm
 from fengine.ops.linear import linear
+from fengine.worker.pools import pools_of
 
-POOLS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # sentence-transformers' word -> ours
-FLAGS = {"lasttoken": "lasttoken", "mean_tokens": "mean", "cls_token": "cls"}  # its older spelling: pooling_mode_*
+FLAGS = {  # pooling_mode_*, the older spelling, and the word for it, in the order in which several are joined
+    "cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean", "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean_tokens": "weightedmean", "lasttoken": "lasttoken",
+}  # fmt: skip
 MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 ACTIVATIONS = ("Identity", "Tanh")  # of Dense
-# The keys of each file, read or without effect: names and versions; the similarity that nobody asks for here; and, of
-# the Transformer module, the one way to run a text model.
+# The keys of each file, read or without effect: names and versions; the similarity that nobody asks for here, and what
+# is made of a score, which comes as it is; and, of the Transformer module, the ways to run a text model.
 KEYS = {
     "modules.json": "idx name path type",
     "the Pooling module's config.json": "word_embedding_dimension embedding_dimension pooling_mode include_prompt",
     "a Dense module's config.json": "in_features out_features bias activation_function",
     "a Normalize module's config.json": "",
     "sentence_bert_config.json": "max_seq_length do_lower_case",
-    "config_sentence_transformers.json": "prompts default_prompt_name __version__ similarity_fn_name model_type",
-}
+    "a cross-encoder's sentence_bert_config.json": "max_seq_length do_lower_case",
+    "config_sentence_transformers.json":
+        "prompts default_prompt_name __version__ similarity_fn_name model_type activation_fn",
+}  # fmt: skip
 VECTOR = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
 USUAL: dict[str, dict[str, Any]] = {
     "sentence_bert_config.json": {
         "transformer_task": "feature-extraction",
         "module_output_name": "token_embeddings",
         "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    },
+    "a cross-encoder's sentence_bert_config.json": {
+        "transformer_task": "sequence-classification",
+        "module_output_name": "scores",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
     },
     "a Dense module's config.json": VECTOR,
     "a Normalize module's config.json": VECTOR,
@@ -67,8 +77,9 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """`pool` is "last", "mean" or "cls" (the first token). `sizes` are the dimensions a matryoshka model names. A text
-    gets `prompt` in front, in lower case if `lower`, and is cut to `max_length` tokens (None: it is not)."""
+    """`pool` names one of POOLS, or several with "+" between them, whose vectors are joined. `sizes` are the dimensions
+    a matryoshka model names. A text gets `prompt` in front, in lower case if `lower`, and is cut to `max_length` tokens
+    (None: it is not)."""
 
     pool: str = "last"
     normalize: bool = True
@@ -81,8 +92,10 @@ class Pooling:
 
 def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     """What `directory`, whose parsed config.json is `config`, says. Errors: ModelLoadError, UnsupportedFeatureError."""
-    sizes = _dimensions(config)
-    if not os.path.lexists(directory / "modules.json"):
+    sizes, has_modules = _dimensions(config), os.path.lexists(directory / "modules.json")
+    if classifies(config) and (not has_modules or [kind for kind, _ in _modules(directory)] == ["Transformer"]):
+        return _cross_encoder(directory)
+    if not has_modules:
         return Pooling(sizes=sizes)
     folders = _modules(directory)
     normalize = _normalizes([kind for kind, _ in folders])
@@ -90,7 +103,7 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     prompt = _prompt(directory / "config_sentence_transformers.json")
     if prompt and pool != "last" and not with_prompt:
         raise UnsupportedFeatureError("the Pooling module leaves out the prompt (include_prompt false): not built.")
-    dense, size = [], config.get("hidden_size")
+    dense, size = [], (config.get("hidden_size") or 0) * len(pools_of(pool))
     for _, folder in folders[2 : len(folders) - normalize]:
         dense.append(_dense(folder, size))
         size = len(dense[-1].bias_O)
@@ -98,6 +111,18 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
         _read(path, "a Normalize module's config.json")
     limits = _text_limits(directory)
     return Pooling(pool, normalize, sizes, prompt, *limits, tuple(dense))
+
+
+def classifies(config: dict[str, Any]) -> bool:
+    return str(config.get("architectures")).endswith("ForSequenceClassification']")
+
+
+def _cross_encoder(directory: Path) -> Pooling:
+    """Of one alone only how its pairs are cut. Errors: as `read_pooling`."""
+    lower, most = _text_limits(directory, "a cross-encoder's sentence_bert_config.json")
+    if lower or _prompt(directory / "config_sentence_transformers.json"):
+        raise UnsupportedFeatureError("do_lower_case and default_prompt_name of a cross-encoder are not built.")
+    return Pooling(max_length=most)
 
 
 def _dimensions(config: dict[str, Any]) -> tuple[int, ...]:
@@ -161,20 +186,21 @@ def _modules(directory: Path) -> list[tuple[str, Path]]:
 
 
 def _pool(path: Path, hidden_size: Any) -> tuple[str, bool]:
-    """The one pooling that a Pooling module's config names, and whether it reads the prompt. With no word about it,
-    the mean of all tokens."""
+    """The pooling that a Pooling module's config names, and whether it reads the prompt. Without a word, the mean of
+    all tokens."""
     config = _read(path, "the Pooling module's config.json")
     size = config.get("word_embedding_dimension", config.get("embedding_dimension", hidden_size))
     if size != hidden_size:
         raise ModelLoadError(f"the Pooling module expects vectors of {size!r:.80}, the model has {hidden_size!r:.80}.")
     modes = config.get("pooling_mode")
     if modes is None:
-        flags = [key.partition("pooling_mode_")[2] for key, on in config.items() if on]
-        modes = [FLAGS.get(flag, flag) for flag in flags if flag] or ["mean"]
+        flags = {key.partition("pooling_mode_")[2] for key, on in config.items() if on} - {""}
+        modes = [FLAGS[flag] for flag in FLAGS if flag in flags] + sorted(flags - FLAGS.keys()) or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
-    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in POOLS:
-        raise UnsupportedFeatureError(f"the pooling {modes!r:.80} is not built; built: one of {', '.join(POOLS)}.")
-    return POOLS[modes[0]], bool(config.get("include_prompt", True))
+    words = FLAGS.values()
+    if not isinstance(modes, list) or not modes or not all(mode in words for mode in modes):
+        raise UnsupportedFeatureError(f"the pooling {modes!r:.80} is not built; built are {', '.join(words)}.")
+    return "+".join(modes).replace("lasttoken", "last"), bool(config.get("include_prompt", True))
 
 
 def _dense(folder: Path, size: Any) -> Dense:
@@ -207,11 +233,11 @@ def _prompt(path: Path) -> str:
     return "" if name is None else prompts[name]
 
 
-def _text_limits(directory: Path) -> tuple[bool, int | None]:
+def _text_limits(directory: Path, where: str = "") -> tuple[bool, int | None]:
     """(whether texts are in lower case, at most how many tokens of a text count: without a word about it, as many as
     the tokenizer's config says)."""
     path, tokens = directory / "sentence_bert_config.json", directory / "tokenizer_config.json"
-    config = _read(path) if os.path.lexists(path) else {}
+    config = _read(path, where) if os.path.lexists(path) else {}
     lower, most = config.get("do_lower_case", False), config.get("max_seq_length")
     if not isinstance(lower, bool):
         raise ModelLoadError(f"{path}: do_lower_case must be true or false, got {lower!r:.80}.")
@@ -227,7 +253,7 @@ def check_dimensions(dimensions: Any, pooling: Pooling, hidden_size: int) -> int
     """How many numbers of each vector are wanted; None: all. Errors: InvalidRequestError."""
     if dimensions is None:
         return None
-    hidden_size = len(pooling.dense[-1].bias_O) if pooling.dense else hidden_size
+    hidden_size = len(pooling.dense[-1].bias_O) if pooling.dense else hidden_size * len(pools_of(pooling.pool))
     if type(dimensions) is not int or not 1 <= dimensions <= hidden_size:
         raise InvalidRequestError(
             f"dimensions must be a whole number from 1 to {hidden_size}, the model's size, got {dimensions!r:.80}."

@@ -94,6 +94,8 @@ OLD = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "m
         ({"pooling_mode_lasttoken": True}, "last"),
         ({"pooling_mode": "mean", "embedding_dimension": 8}, "mean"),
         ({"pooling_mode": ["lasttoken"]}, "last"),
+        ({"pooling_mode": ["weightedmean", "cls"]}, "weightedmean+cls"),
+        (OLD | {"pooling_mode_lasttoken": True, "pooling_mode_cls_token": True}, "cls+last"),
         ({}, "mean"),
     ],
 )
@@ -145,9 +147,9 @@ def test_without_a_word_the_last_token_is_taken_and_normalised(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("pooling", "error", "message"),
     [
-        (OLD | {"pooling_mode_max_tokens": True}, UnsupportedFeatureError, "max_tokens"),
-        (OLD | {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, UnsupportedFeatureError, "mean"),
-        ({"pooling_mode": "weightedmean"}, UnsupportedFeatureError, "weightedmean"),
+        (OLD | {"pooling_mode_min_tokens": True}, UnsupportedFeatureError, "min_tokens"),
+        ({"pooling_mode": ["mean", "min"]}, UnsupportedFeatureError, "min"),
+        ({"pooling_mode": []}, UnsupportedFeatureError, r"\[\]"),
         ({"pooling_mode": 5}, UnsupportedFeatureError, "5"),
         ({"pooling_mode": "mean", "word_embedding_dimension": 9}, ModelLoadError, "vectors of 9, the model has 8"),
         ([], ModelLoadError, "must be an object"),
@@ -322,23 +324,35 @@ PROMPTS = [prompt(seed, count) for seed, count in enumerate((1, 2, 17, 40, 16, 3
 
 
 @pytest.mark.parametrize(
-    ("family", "pool"),
+    ("family", "pools"),
     [
-        ("llama", "lasttoken"),
-        ("llama", "mean_tokens"),
-        ("llama", "cls_token"),
-        ("qwen2", "lasttoken"),
-        ("qwen3", "mean_tokens"),
+        ("llama", ["lasttoken"]),
+        ("llama", ["mean_tokens"]),
+        ("llama", ["cls_token"]),
+        ("llama", ["max_tokens"]),
+        ("llama", ["weightedmean_tokens", "mean_sqrt_len_tokens", "max_tokens", "cls_token", "lasttoken"]),
+        ("qwen2", ["lasttoken"]),
+        ("qwen2", ["mean_sqrt_len_tokens"]),
+        ("qwen3", ["mean_tokens"]),
+        ("qwen3", ["weightedmean_tokens"]),
     ],
 )
-def test_embeddings_equal_transformers(tmp_path: Path, family: str, pool: str) -> None:
+def test_embeddings_equal_transformers(tmp_path: Path, family: str, pools: list[str]) -> None:
     directory = write(tmp_path, family, BODIES[family])
-    write_modules(tmp_path, OLD | {f"pooling_mode_{pool}": True}, "Transformer", "Pooling", "Normalize")
-    with engine(directory) as llm:
+    config = OLD | {f"pooling_mode_{pool}": True for pool in pools}
+    write_modules(tmp_path, config, "Transformer", "Pooling", "Normalize")
+    with engine(directory, chunked_prefill_size=7) as llm:
         outputs = llm.encode(PROMPTS)
+        assert len(llm.encode(PROMPTS[2], dimensions=SIZE * len(pools))["embedding"]) == SIZE * len(pools)
     for ids, output in zip(PROMPTS, outputs, strict=True):
         states = hidden_states(directory, ids)
-        pooled = {"lasttoken": states[-1], "mean_tokens": states.mean(0), "cls_token": states[0]}[pool]
+        weight = torch.arange(1, len(ids) + 1)[:, None]
+        each = {  # in the order in which sentence-transformers joins them, whatever the file's
+            "cls_token": states[0], "max_tokens": states.amax(0), "mean_tokens": states.mean(0),
+            "mean_sqrt_len_tokens": states.sum(0) / len(ids) ** 0.5,
+            "weightedmean_tokens": (states * weight).sum(0) / weight.sum(), "lasttoken": states[-1],
+        }  # fmt: skip
+        pooled = torch.cat([vector for pool, vector in each.items() if pool in pools])
         expected = torch.nn.functional.normalize(pooled, dim=-1)
         assert output["embedding"] == pytest.approx(expected.tolist(), abs=1e-5)
         assert output["meta_info"]["prompt_tokens"] == len(ids) and "completion_tokens" not in output["meta_info"]
@@ -400,7 +414,7 @@ def test_dimensions_are_cut_and_normalised_again(tmp_path: Path) -> None:
             llm.encode(PROMPTS[2], dimensions=65)
 
 
-@pytest.mark.parametrize("pool", ["lasttoken", "mean_tokens"])
+@pytest.mark.parametrize("pool", ["lasttoken", "mean_tokens", "weightedmean_tokens"])
 def test_the_bits_belong_to_the_prompt(tmp_path: Path, pool: str) -> None:
     """Alone or in a batch, whole or in chunks, with a cached prefix or without."""
     directory = write(tmp_path, "qwen2", Qwen2Model)

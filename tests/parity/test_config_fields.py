@@ -134,9 +134,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("gemma3", {"rope_parameters": {"full_attention": [1]}}, "per layer type"),
         ("hunyuan_v1_dense", {"rope_parameters": YARN}, "attention_factor = 1.1386"),
         ("hunyuan_v1_dense", {"rope_parameters": [1]}, "rope_parameters and rope_scaling must be objects"),
+        *(
+            (family, {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}, "layer_types has sliding")
+            for family in ("qwen2", "qwen2_moe", "smollm3")
+        ),
     ],
 )
-def test_ropes_that_transformers_reads_in_its_own_way_are_refused(family: str, changes: Any, message: str) -> None:
+def test_what_transformers_reads_in_its_own_way_is_refused(family: str, changes: Any, message: str) -> None:
     config_class, model_class = tiny_checkpoints.CLASSES[family]
     config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
     with pytest.raises(FengineError, match=message):
@@ -154,6 +158,24 @@ def test_what_transformers_5_0_wrote_beside_changes_nothing(family: str, field: 
     }
     more = {"_sliding_window_pattern": 3} if field is None else {field: config[field] | beside}
     assert spec_from_config(config | more) == spec_from_config(config)
+
+
+TOGETHER: list[tuple[str, dict[str, Any]]] = [
+    ("gpt_oss", {"rope_parameters": None, "rope_theta": 300.0}),
+    ("qwen2_moe", {"layer_types": None, "max_window_layers": 3, "use_sliding_window": True, "sliding_window": 6}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), TOGETHER)
+def test_fields_that_change_together(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    directory = tiny_checkpoints.write(tmp_path, family, num_hidden_layers=4, **EXTRA[family])
+    state = tiny_checkpoints.CLASSES[family][1].from_pretrained(directory, dtype=torch.float32).state_dict()
+    base = json.loads((directory / "config.json").read_text())
+    config = base | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    want, before = theirs(family, config, state), theirs(family, base, state)
+    assert want is not None and before is not None and not torch.allclose(want, before, atol=0.1)
+    assert (ours(directory) - want).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("family", tiny_checkpoints.CLASSES)

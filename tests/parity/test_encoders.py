@@ -1,5 +1,6 @@
 """Encoders against transformers in float32: hidden states, heads, and bits that do not know their neighbours."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -12,13 +13,15 @@ import transformers
 from torch import Tensor
 
 from fengine import models
+from fengine.api.encode import pair_ids
 from fengine.api.engine import Engine
-from fengine.errors import InvalidRequestError, UnsupportedArchitectureError
+from fengine.errors import InvalidRequestError, ModelLoadError, UnsupportedArchitectureError, UnsupportedFeatureError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import BATCH
 from fengine.models.spec import ModelSpec
 from fengine.worker.hub import BOX
 from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.pooling import Pooling, read_pooling
 from fengine.worker.safetensors_file import read_config
 
 TOLERANCE = 1e-4
@@ -164,6 +167,66 @@ def test_rerank_tells_query_and_document_apart(tmp_path: Path) -> None:
         with torch.no_grad():
             want = reference(torch.tensor([first + second]), token_type_ids=types).logits[0, 0]
         assert output["embedding"] == pytest.approx(float(want), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_pairs_are_cut_as_transformers_cuts_them(side: str, tmp_path: Path) -> None:
+    """The longest first, as sentence-transformers' CrossEncoder asks it to, and only pairs."""
+    write(tmp_path, "bert", "ForSequenceClassification", num_labels=1, vocab_size=4096)
+    tokenizer, told = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    mark = {"SpecialToken": {"id": "<|end_of_text|>", "type_id": 0}}
+    parts = [{"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB")]
+    ids = [transformers.AutoTokenizer.from_pretrained(BOX).convert_tokens_to_ids("<|end_of_text|>")]
+    processor = {
+        "type": "TemplateProcessing", "single": [mark, parts[0]], "pair": [mark, parts[0], mark, parts[1], mark],
+        "special_tokens": {"<|end_of_text|>": {"id": "<|end_of_text|>", "ids": ids, "tokens": ["<|end_of_text|>"]}},
+    }  # fmt: skip
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"post_processor": processor}))
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"model_max_length": 13, "truncation_side": side}))
+    hf, text = transformers.AutoTokenizer.from_pretrained(tmp_path), "A somewhat longer text about nothing at all, see."
+    pairs = [[text, "No"], ["No", text], [text, text[2:]], [text[2:], text], ["Hi", "No"], ["", text]]
+    with Engine(model_path=str(tmp_path), device="cpu", enable_torch_compile=False) as llm:
+        assert llm.tokenizer is not None
+        for pair, most in itertools.product(pairs, (4, 13, 16, 99)):
+            want = hf(*pair, truncation="longest_first", max_length=most, return_token_type_ids=True)
+            got = llm.tokenizer.encode_pair(*pair, most)
+            assert (got.ids, got.type_ids) == (want.input_ids, want.token_type_ids)
+        assert [len(ids) for ids in pair_ids(llm._context, [[text * 40, text], ["Hi", "No"]])] == [13, 6]
+        assert llm.encode(text)["meta_info"]["prompt_tokens"] > 13
+
+
+def test_a_pair_is_no_longer_than_the_context(tmp_path: Path) -> None:
+    write(tmp_path, "bert", "ForSequenceClassification", num_labels=1, vocab_size=4096)
+    told = tmp_path / "tokenizer_config.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"model_max_length": int(1e30)}))
+    with Engine(model_path=str(tmp_path), device="cpu", enable_torch_compile=False) as llm:
+        assert len(llm.rerank([["Many words. " * 99, "No"]])) == 1
+        assert len(pair_ids(llm._context, [["Many words. " * 99] * 2])[0]) == SIZES["max_position_embeddings"]
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"truncation_side": "middle"}))
+    with pytest.raises(ModelLoadError, match="truncation_side must be 'left' or 'right', got 'middle'"):
+        Engine(model_path=str(tmp_path), device="cpu", enable_torch_compile=False)
+
+
+def test_the_files_of_a_cross_encoder(tmp_path: Path) -> None:
+    """As sentence-transformers writes them: one module."""
+    config = {"hidden_size": 48, "architectures": ["BertForSequenceClassification"]}
+    (tmp_path / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "x.Transformer"}]')
+    run = {"text": {"method": "forward", "method_output_name": "logits"}}
+    said = {"transformer_task": "sequence-classification", "modality_config": run, "module_output_name": "scores"}
+    whole = {"model_type": "CrossEncoder", "prompts": {}, "default_prompt_name": None, "activation_fn": "torch.Sigmoid"}
+    files = {"sentence_bert_config.json": said | {"max_seq_length": 30}, "config_sentence_transformers.json": whole}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_pooling(tmp_path, config) == Pooling(max_length=30)
+    for name, change in (
+        ("sentence_bert_config.json", {"do_lower_case": True}),
+        ("sentence_bert_config.json", {"transformer_task": "text-generation"}),
+        ("config_sentence_transformers.json", {"prompts": {"a": "b"}, "default_prompt_name": "a"}),
+    ):
+        (tmp_path / name).write_text(json.dumps(files[name] | change))
+        with pytest.raises(UnsupportedFeatureError, match=list(change)[-1]):
+            read_pooling(tmp_path, config)
+        (tmp_path / name).write_text(json.dumps(files[name]))
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -91,8 +91,9 @@ POOL, LOWER, VERSIONS = "1_Pooling/config.json", "sentence_bert_config.json", "c
 TOKENS, LENGTH = "tokenizer_config.json", "2_Normalize/config.json"
 TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 SENTENCES: list[tuple[str, str, Any, Pooling | None]] = [  # file, key, value, what comes of it (None: a refusal)
-    (POOL, "pooling_mode_cls_token", True, None), (POOL, "include_prompt", False, Pooling("last")),
-    (POOL, "pooling_mode_max_tokens", True, None), (POOL, "token_weights", [1], None),
+    (POOL, "pooling_mode_cls_token", True, Pooling("cls+last")), (POOL, "include_prompt", False, Pooling("last")),
+    (POOL, "pooling_mode_max_tokens", True, Pooling("max+last")), (POOL, "token_weights", [1], None),
+    (POOL, "pooling_mode_min_tokens", True, None),
     (POOL, "pooling_mode_mean_tokens", False, Pooling("last")), (POOL, "word_embedding_dimension", 9, None),
     (LOWER, "max_seq_length", 7, Pooling("last", max_length=7)), (LOWER, "do_lower_case", True, Pooling(lower=True)),
     (LOWER, "transformer_task", "feature-extraction", Pooling()), (LOWER, "transformer_task", "fill-mask", None),
