@@ -223,8 +223,9 @@ def test_graphs_are_captured_again_on_a_gpu(tmp_path: Path) -> None:
     directory = tiny_checkpoints.write(tmp_path, head_dim=64, dtype=torch.bfloat16)
     options: dict[str, Any] = {"device": "cuda", "max_running_requests": 8, "max_total_tokens": 1 << 16}
     with Engine(model_path=str(directory), skip_tokenizer_init=True, chunked_prefill_size=64, **options) as engine:
-        before, held = ask(engine), torch.cuda.memory_allocated()
+        before = ask(engine)
         for tags in (["kv_cache"], ["weights"], ["cuda_graph"], None):
+            held = torch.cuda.memory_allocated()  # the first capture of the loop's thread takes room for cuBLAS
             engine.release_memory_occupation(tags)
             if tags != ["cuda_graph"]:
                 assert torch.cuda.memory_allocated() < held
