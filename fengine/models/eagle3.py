@@ -16,7 +16,7 @@ from fengine.errors import UnsupportedFeatureError
 from fengine.models import layers
 from fengine.models.fields import DECODER, NAMES, OTHERS, READ, TRAINING, check_fields
 from fengine.models.kv_state import KVState, Params, Tensors
-from fengine.models.reader import decoder_spec
+from fengine.models.reader import ConfigReader, decoder_spec, refuse_layer_types
 from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, attention_weights, mlp_weights
@@ -58,13 +58,19 @@ def flat(config: Config) -> Config:
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: ModelLoadError, UnsupportedArchitectureError, UnsupportedFeatureError."""
     check_fields(config, FIELDS, config["architectures"][0])
-    spec = decoder_spec(config)
-    told, kinds = config.get("eagle_config") or {}, config.get("layer_types") or []
+    spec, read = decoder_spec(config), ConfigReader(config)
+    for name in ("draft_vocab_size", "target_hidden_size"):
+        read.size(name, 1 << 24, default=1)
+    read.flag("norm_before_residual")
+    if not isinstance(told := config.get("eagle_config") or {}, dict):
+        read.problems.append(f"eagle_config must be an object, got {told!r:.80}")
+    read.done("draft of EAGLE-3")
+    refuse_layer_types(config)
     known = {LAYER_IDS, "parallel_draft_heads_num_layers", *SWITCHES}
     switched = any(told.get(name) not in (only, None) for name, only in SWITCHES.items())
     unbuilt = {
         "num_hidden_layers": spec.num_layers != 1, "attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias,
-        "bias": config.get("bias"), "layer_types": any(kind != "full_attention" for kind in kinds),
+        "bias": config.get("bias"), "quantization_config": config.get("quantization_config"),
         "speculators_model_type": config.get("speculators_model_type", "eagle3") != "eagle3",
         "eagle_config": switched or told.keys() - known,
     }  # fmt: skip

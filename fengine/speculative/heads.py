@@ -17,7 +17,7 @@ from fengine.models.rope import rope_tables
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import Weight, param_bytes
 from fengine.ops.edges import take
-from fengine.worker.checkpoint_checks import listed, misshapen
+from fengine.worker.checkpoint_checks import listed, misshapen, renamed
 from fengine.worker.device import device_of
 from fengine.worker.loader import Placement, load_params, place, spec_from_config
 from fengine.worker.quantized_weights import Part
@@ -98,8 +98,8 @@ def check_pair(directory: Path, config: Config, spec: ModelSpec, target: ModelSp
 
 def checked_entries(directory: Path, spec: ModelSpec, weights: list[Weight]) -> dict[str, TensorEntry]:
     """The tensors by the names of `weights`, "d2t" too. Errors: CorruptCheckpointError with every problem."""
-    entries = {eagle3.stored_name(entry.name): entry for entry in read_shards(directory).values()}
-    entries = {name: entry._replace(name=name) for name, entry in entries.items() if name not in UNREAD}
+    entries = renamed(read_shards(directory), eagle3.stored_name)
+    entries = {name: entry for name, entry in entries.items() if name not in UNREAD}
     expected = {source.name: Part((source.shape,), tuple(DTYPES)) for weight in weights for source in weight.sources}
     head = expected["lm_head.weight"].shapes[0][:1]
     if head != (spec.vocab_size,) or eagle3.HEAD_IDS in entries:

@@ -1,5 +1,6 @@
 """The names, shapes and dtypes of a checkpoint against what its architecture declares, before anything is allocated."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,13 +21,24 @@ HARMLESS = (".rotary_emb.inv_freq",)  # a table that old checkpoints store; ours
 def read_entries(directory: Path, spec: ModelSpec) -> dict[str, TensorEntry]:
     """The tensors by our names, those of a decoder that was saved alone ("layers.0…") as inside a model. Errors: as
     `read_shards`."""
-    entries, rename = read_shards(directory), partial(models.lookup(spec.architecture).rename, spec)
-    entries = {new: entries[old]._replace(name=new) for old in entries if (new := rename(old))}
+    entries = renamed(read_shards(directory), partial(models.lookup(spec.architecture).rename, spec))
     if BARE_EMBEDDING not in entries or EMBEDDING in entries:
         return entries
     bare = ("embed_tokens.", "layers.", "norm.")
-    names = {name: f"model.{name}" if name.startswith(bare) else name for name in entries}
-    return {new: entries[old]._replace(name=new) for old, new in names.items()}
+    return renamed(entries, lambda name: f"model.{name}" if name.startswith(bare) else name)
+
+
+def renamed(entries: dict[str, TensorEntry], rename: Callable[[str], str]) -> dict[str, TensorEntry]:
+    """The tensors by our names; those without one are left out. Errors: CorruptCheckpointError for two of one name."""
+    found: dict[str, TensorEntry] = {}
+    for entry in entries.values():
+        if (name := rename(entry.name)) in found:
+            raise CorruptCheckpointError(
+                f"{entry.path}: tensors {found[name].stored!r} and {entry.stored!r} are the same"
+            )
+        if name:
+            found[name] = entry._replace(name=name)
+    return found
 
 
 def listed(problems: list[str]) -> str:

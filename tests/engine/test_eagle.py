@@ -261,6 +261,15 @@ def test_bad_drafts_are_refused_by_name(target: str, tmp_path: Path) -> None:
     peagle = write_speculator(tmp_path / "j", speculators_model_type="peagle")
     refused(UnsupportedFeatureError, "speculators_model_type='peagle'", peagle)
     refused(UnsupportedFeatureError, "are no layers", write_speculator(tmp_path / "k", **{LAYER_IDS: "1, 2, 3"}))
+    refused(UnsupportedFeatureError, "quantization_config=.*fp8.* is not built", write_draft(
+        tmp_path / "l", quantization_config={"quant_method": "fp8"}))  # fmt: skip
+    for i, (name, value) in enumerate({"draft_vocab_size": [1], "target_hidden_size": "64", "eagle_config": "[1]",
+                                       "norm_before_residual": "no", "layer_types": 1.5}.items()):  # fmt: skip
+        refused(
+            FengineError, f"{name} .*{value!r}".replace("[", r"\["), write_draft(tmp_path / f"m{i}", **{name: value})
+        )
+    twice = tensors | {"model.norm.weight": torch.zeros(D)}
+    refused(CorruptCheckpointError, "'model.norm.weight' and 'norm.weight' are", write_draft(tmp_path / "n", twice))
     missing = {name: x for name, x in tensors.items() if name != "d2t"}
     refused(CorruptCheckpointError, "tensor 'd2t' is missing", write_draft(tmp_path / "d", missing))
     twice = tensors | {"d2t": -torch.arange(HEAD)}
