@@ -29,7 +29,9 @@ def spec_from_hf(config: Config) -> ModelSpec:
     if config["attn_logit_softcapping"] is not None:
         raise UnsupportedArchitectureError("attn_logit_softcapping is not one of Gemma 3.")
     far, near = ropes_by_type(config, 1_000_000.0, 10_000.0)
-    both_ways = ConfigReader(config).flag("use_bidirectional_attention")
+    read = ConfigReader(config)
+    both_ways = read.flag("use_bidirectional_attention")
+    read.done(config["architectures"][0])
     if both_ways and config["sliding_window"] is not None:
         config = config | {"sliding_window": (sliding_window(config) or 0) // 2 + 1}
     causal = {"causal": False} if both_ways else {}

@@ -72,6 +72,7 @@ def _with_activations(stored: Quantization) -> Quantization:
 
 
 FLOATS = ("float-quantized", "naive-quantized")  # the second where activations are not quantized
+MAX_REPEATS = 6  # of a pattern: each multiplies the time of matching a name
 KEPT_AT_LOAD = r"lm_head|score|.*\.(gate|router|router\.layer|shared_expert_gate)"  # small, or what the rest hangs on
 
 
@@ -115,13 +116,27 @@ def _names(read: ConfigReader, *keys: str) -> list[str]:
 
 
 def _rule(read: ConfigReader, pattern: str, scheme: Scheme | None) -> tuple[str, Scheme | None]:
-    """A rule whose pattern is known to be a regular expression."""
+    """A rule whose pattern is known to be a regular expression that takes little time."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         read.problems.append(f"{pattern!r:.80} is no regular expression: {error}")
         return "", scheme
+    if not _is_quick(pattern):
+        read.problems.append(f"{pattern!r:.80} may take years: at most {MAX_REPEATS} repeats, none in another")
+        return "", scheme
     return pattern, scheme
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether `re` can tell soon that a module's name does not match: what is repeated has no choices in it. Pure."""
+    left, repeats = re.sub(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", "x", pattern), r"[*+{]"  # escapes and classes: a letter
+    while found := re.search(r"\((?:\?[:=!<]+)?([^()]*)\)([*+{]?)", left):
+        if found[2] and re.search(r"[*+?{|]", found[1]):
+            return False
+        kept = "*" * len(re.findall(repeats, found[1])) + "|" * ("|" in found[1] or "?" in found[1])
+        left = f"{left[: found.start()]}x{kept}{left[found.start(2) :]}"
+    return len(re.findall(repeats, left)) <= MAX_REPEATS
 
 
 def _kept(read: ConfigReader, names: list[str]) -> list[tuple[str, Scheme | None]]:
@@ -216,9 +231,11 @@ def _compressed(read: ConfigReader) -> Quantization:
     found: dict[str, Scheme] = {}
     for group in groups.values():
         form = group.get("format") or read.config.get("format")
-        _refuse_rest(ConfigReader(group), {"targets", "weights"})
+        part = ConfigReader(group)
+        _refuse_rest(part, {"targets", "weights"})
         scheme = _packed(ConfigReader(group.get("weights") or {}), form, read)
-        found |= dict.fromkeys(_names(ConfigReader(group), "targets"), scheme)
+        found |= dict.fromkeys(_names(part, "targets"), scheme)
+        read.problems += part.problems
     order = sorted(found, key=lambda name: (name == "Linear", name.startswith("re:"), name))  # a module's name is first
     return Quantization("compressed-tensors", (*rules, *(_rule(read, _target(name), found[name]) for name in order)))
 
@@ -247,7 +264,7 @@ def _packed(weights: ConfigReader, form: object, read: ConfigReader) -> Scheme:
     ordered = weights.config.get("actorder") in ("group", "dynamic", True)
     columns = _group(weights) if strategy == "group" else 0
     read.problems += weights.problems
-    found = (form, kind, bits)
+    found = (str(form), kind, bits)
     if found in PACKED and strategy in ("group", "channel"):
         return Scheme("packed", PACKED[found], (1, columns), zeros=zeros, ordered=ordered)
     if form in FLOATS and (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block") and not zeros:

@@ -51,14 +51,17 @@ class VisionFamily(NamedTuple):
         check_fields(config, self.fields, self.architecture)
         text, vision = self.parts(config)
         kind = text.get("model_type")
-        if kind not in self.texts:
+        if not isinstance(kind, str) or kind not in self.texts:
             known = ", ".join(self.texts)
             raise UnsupportedArchitectureError(f"text_config.model_type = {kind!r:.80} is not supported; {known} are.")
         family = self.texts[kind]
         check_fields(text, family.fields, f"{self.architecture}'s text_config")
         check_fields(vision, self.vision_fields, f"{self.architecture}'s vision_config")
         given = family.defaults | self.text_defaults | text
-        tied = {"tie_word_embeddings": bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))}
+        reads = ConfigReader(config), ConfigReader(text)
+        tied = {"tie_word_embeddings": any([read.flag("tie_word_embeddings") for read in reads])}
+        for read in reads:
+            read.done(self.architecture)
         spec = family.spec_from_hf(given | tied | {"architectures": [self.architecture]})
         spec = self.read(config, self.vision_defaults | vision, spec)
         if spec.vision is None or spec.vision.token >= spec.vocab_size:
@@ -77,7 +80,7 @@ def tower(read: ConfigReader, token: int, acts: dict[str, str], **facts: Any) ->
     """The facts that all configs of towers share. Problems are collected by `read`."""
     config = read.config
     act = config.get("hidden_act")
-    if act not in acts:
+    if not isinstance(act, str) or act not in acts:
         raise UnsupportedArchitectureError(
             f"vision_config.hidden_act = {act!r} is not supported; {', '.join(acts)} are."
         )

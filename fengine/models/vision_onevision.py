@@ -81,7 +81,9 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     token = whole.size("image_token_index", 1 << 24, default=whole.size("image_token_id", 1 << 24, default=151646))
     found = tower.square(part, token)
     sizes = config.get("image_grid_pinpoints") or [[h, w] for h in SIDES for w in SIDES]
-    if not all(isinstance(s, list) and len(s) == 2 and all(type(n) is int and n >= tile for n in s) for s in sizes):
+    if not isinstance(sizes, list) or not all(
+        isinstance(s, list) and len(s) == 2 and all(type(n) is int and n >= tile for n in s) for s in sizes
+    ):
         whole.problems.append(f"image_grid_pinpoints must be pairs of at least image_size ({tile}), got {sizes!r:.200}")
         sizes = []
     layers = (found.num_layers,)

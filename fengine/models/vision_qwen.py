@@ -47,10 +47,28 @@ class QwenFamily(VisionFamily):
             text = {key: value for key, value in config.items() if key not in WHOLE}
             text["model_type"] = next(iter(self.texts))
         text, vision = super().parts(config | {"text_config": text})
-        scaling = {key: value for key, value in (text.get("rope_scaling") or {}).items() if key not in AXES}
+        scaling, ropes = (
+            {key: value for key, value in found.items() if key not in AXES}
+            for found in (objects(text, "rope_scaling"), objects(text, "rope_parameters"))
+        )
         scaling |= {key: "default" for key in ("type", "rope_type") if scaling.get(key) == "mrope"}
-        ropes = {key: value for key, value in (text.get("rope_parameters") or {}).items() if key not in AXES}
         return text | {"rope_scaling": scaling or None, "rope_parameters": ropes or None}, vision
+
+
+def objects(config: Config, name: str) -> Config:
+    """The object under a key; {} where there is none. Pure. Errors: ModelLoadError."""
+    if not isinstance(found := config.get(name) or {}, dict):
+        raise ModelLoadError(f"config.json: {name} must be an object or null, got {found!r:.80}.")
+    return found
+
+
+def _layers(read: ConfigReader, name: str, count: int) -> list[int]:
+    """Layers of the tower by number, in order."""
+    found = read.config.get(name) or []
+    if isinstance(found, list) and all(type(i) is int and 0 <= i < count for i in found) and sorted({*found}) == found:
+        return found
+    read.problems.append(f"{name} must be a list of layers from 0 to {count - 1} in order, got {found!r:.80}")
+    return []
 
 
 AXES = ("mrope_section", "mrope_interleaved")
@@ -59,7 +77,7 @@ AXES = ("mrope_section", "mrope_interleaved")
 def sections(config: Config, spec: ModelSpec) -> tuple[int, ...]:
     """The axis of each rotary pair: in blocks, or taking turns. Pure. Errors: ModelLoadError."""
     text = config.get("text_config") or config
-    found = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    found = {**objects(text, "rope_scaling"), **objects(text, "rope_parameters")}
     counts, pairs = found.get("mrope_section"), spec.head_dim // 2
     if not isinstance(counts, list) or len(counts) != 3 or not all(type(c) is int and c > 0 for c in counts):
         raise ModelLoadError(f"config.json: mrope_section must be three numbers, got {counts!r:.80}.")
@@ -80,12 +98,14 @@ def read(config: Config, vision: Config, spec: ModelSpec, third: bool) -> ModelS
     facts = vision | {ours: vision.get(theirs) for ours, theirs in named.items()} | {"layer_norm_eps": EPS}
     facts["num_channels"] = facts["num_channels"] or vision.get("in_chans")
     whole, part = ConfigReader(config), ConfigReader(facts)
-    turned = vision.get("rope_parameters") or {}
+    turned = objects(vision, "rope_parameters")
     if turned.get("rope_theta", THETA) != THETA or turned.get("rope_type", "axial") != "axial":
         raise UnsupportedArchitectureError(f"vision_config.rope_parameters = {turned!r:.80} are not supported.")
     found = tower(part, whole.size("image_token_id", 1 << 24), GELU_ALL if third else dict.fromkeys(SILU, "silu"))
-    merge, full = part.size("spatial_merge_size", 16, default=2), vision.get("fullatt_block_indexes") or []
-    deep = vision.get("deepstack_visual_indexes") or []
+    merge = part.size("spatial_merge_size", 16, default=2)
+    full, deep = (
+        _layers(part, name, found.num_layers) for name in ("fullatt_block_indexes", "deepstack_visual_indexes")
+    )
     rows = part.size("num_position_embeddings", 1 << 20) if third else 0
     more: dict[str, Any] = {
         "merge": merge, "frames": part.size("temporal_patch_size", 16, default=2), "full_layers": tuple(full),

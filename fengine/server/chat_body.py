@@ -1,12 +1,12 @@
 """The part of a body that only chats have: messages, tools and how they may be called, reasoning. No torch."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fengine.api.chat_images import is_image
+from fengine.core.json_text import parse_json
 from fengine.server.errors import invalid, missing, unsupported
 from fengine.server.fields import Field, Fields, array, flag, loose, one_of, record
 
@@ -143,8 +143,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
                       f'"arguments": JSON text}}}}, got {call!r:.80}.')  # fmt: skip
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            arguments = parse_json(arguments)
+        except ValueError:
             return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 

@@ -136,8 +136,8 @@ def _call(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(block: dict[str, Any], at: str) -> dict[str, Any]:
-    said, call_id = _texts(block.get("content"), at) or "", block.get("tool_use_id") or block.get("id")
-    return {"role": "tool", "tool_call_id": call_id, "content": said}
+    said, call_id = _texts(block.get("content"), at), block.get("tool_use_id") or block.get("id")
+    return {"role": "tool", "tool_call_id": call_id, "content": "" if said is None else said}
 
 
 def _content(parts: list[dict[str, Any]]) -> Any:

@@ -224,7 +224,7 @@ class Service:
     def adapter_of(self, body: Body) -> str | None:
         """The LoRA adapter that a body's model is; None: the model itself, which it is without a name or as "default".
         An adapter's name may stand behind the model's, with a colon. Errors: ApiError (400, 404)."""
-        name, adapters = body.get("model") or "default", self.engine.lora_adapters()
+        name, adapters = "default" if body.get("model") is None else body["model"], self.engine.lora_adapters()
         if not isinstance(name, str):
             raise invalid("model", f"model must be a string, got {name!r:.80}.")
         adapter = name.removeprefix(f"{self.model}:")

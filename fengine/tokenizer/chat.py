@@ -53,6 +53,9 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
         found = "no role" if "role" not in message else f"the role {role!r:.80}"
         raise InvalidRequestError(f"{where} has {found}; use one of {', '.join(ROLES)}.")
+    for name in ("name", "tool_call_id", *_REASONING):
+        if not isinstance(message.get(name, ""), str):
+            raise InvalidRequestError(f"{where}[{name!r}] must be a string, got {message[name]!r:.80}.")
     if content is None and "tool_calls" not in message:
         raise InvalidRequestError(f"{where} has no content (missing or None); pass a string.")
     if content is not None and not isinstance(content, str):

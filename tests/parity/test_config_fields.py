@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,16 @@ def theirs(family: str, config: dict[str, Any], state: dict[str, Tensor]) -> Ten
         return model(torch.tensor([PROMPT])).logits[0].float().log_softmax(-1)
     except Exception:
         return None
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.CLASSES)
+def test_a_value_of_another_type_is_never_a_bare_error(family: str) -> None:
+    config_class, model_class = tiny_checkpoints.CLASSES[family]
+    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
+    for key in config:
+        for value in ("no", [1.5], {"a": 1}, -1, 1.5, True, 2**70):
+            with suppress(FengineError):
+                spec_from_config({**config, "architectures": [model_class.__name__], key: value})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

@@ -438,6 +438,10 @@ def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> 
         (compressed("pack-quantized", integers(4, 16), kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (compressed("pack-quantized", integers(4, 16), sparsity_config={"format": "sparse-24"}), "sparsity_config"),
         (compressed("nvfp4-pack-quantized", MICRO | {"group_size": 16}), "nvfp4-pack-quantized"),
+        (
+            compressed("pack-quantized", integers(4, 16)) | {"format": ["pack-quantized"]},
+            r"format \['pack-quantized'\]",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(config: Any, message: str) -> None:
@@ -455,6 +459,14 @@ def test_what_is_not_built_is_refused_by_name(config: Any, message: str) -> None
         (GPTQ | {"dynamic": [1]}, "dynamic must be an object"),
         (compressed("pack-quantized", integers(4, 16)) | {"config_groups": []}, "config_groups must be an object"),
         (compressed("pack-quantized", 4), "config_groups must be an object of objects"),
+        (
+            compressed("pack-quantized", 0)
+            | {"config_groups": {"a": {"targets": "Linear", "weights": integers(4, 16)}}},
+            "targets must be a list of names, got 'Linear'",
+        ),
+        (AWQ | {"modules_to_not_convert": ["(a+)+$"]}, "may take years"),
+        (AWQ | {"modules_to_not_convert": ["((a|a)|b)*c"]}, "may take years"),
+        (GPTQ | {"dynamic": {"-:" + "(.*)" * 7: {}}}, "may take years"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(config: Any, message: str) -> None:

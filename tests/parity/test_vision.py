@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from transformers.models.llava_onevision import modeling_llava_onevision
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from fengine import Engine
-from fengine.errors import ModelLoadError, UnsupportedArchitectureError
+from fengine.errors import FengineError, ModelLoadError, UnsupportedArchitectureError
 from fengine.models import lookup, vision_onevision
 from fengine.models.spec import VisionSpec
 from fengine.models.vision_idefics import pieces
@@ -312,6 +313,33 @@ def test_a_key_that_is_not_known_is_refused(name: str, part: str) -> None:
     config = copy.deepcopy(HUB[name])
     (config[part] if part in config else config)["surprise"] = 1
     with pytest.raises(UnsupportedArchitectureError, match="surprise = 1"):
+        spec_from_config(config)
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_value_of_another_type_is_never_a_bare_error(name: str) -> None:
+    for part in ("", *(key for key in ("text_config", "vision_config") if key in HUB[name])):
+        for key in HUB[name][part] if part else HUB[name]:
+            for value in ("no", [1.5], {"a": 1}, -1, 1.5, True):
+                config = copy.deepcopy(HUB[name])
+                (config[part] if part else config)[key] = value
+                with suppress(FengineError):
+                    spec_from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "key", "value"),
+    [
+        ("llava", "", "tie_word_embeddings", "no"), ("llava", "vision_config", "hidden_act", ["gelu"]),
+        ("qwen2_5_vl", "vision_config", "fullatt_block_indexes", "7"),
+        ("qwen2_5_vl", "vision_config", "fullatt_block_indexes", [7, 99]),
+        ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [5, 5]),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_told_with_its_key(name: str, part: str, key: str, value: object) -> None:
+    config = copy.deepcopy(next(one for model, one in HUB.items() if one.get("model_type") == name))
+    (config[part] if part else config)[key] = value
+    with pytest.raises(FengineError, match=key):
         spec_from_config(config)
 
 

@@ -438,6 +438,20 @@ def test_a_templates_own_switch_goes_before_thinking() -> None:
     assert asked["chat_template_kwargs"] == switches | {"thinking": True} and asked["separate_reasoning"] is True
 
 
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1, "a": 2}', '{"a": ', "[1]"])
+def test_arguments_that_are_no_object_stay_the_text_that_they_are(text: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
+    chat = read_chat({"messages": [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "a"}]}, 4)
+    assert chat.chat_options.messages[0]["tool_calls"][0]["function"]["arguments"] == text
+
+
+@pytest.mark.parametrize("content", [False, 0, {}])
+def test_a_result_of_a_tool_that_is_no_text(server: Live, content: object) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    told = server.ask("POST", "/v1/messages", {"messages": [{"role": "user", "content": [result]}], "max_tokens": 1})
+    assert told.status == 400 and "content" in told.json["error"]["message"]
+
+
 def test_a_profile_in_a_folder_that_cannot_be_written(server: Live) -> None:
     told = server.ask("POST", "/start_profile", {"output_dir": "/proc/profile"}, **KEY)
     assert (told.status, told.error["param"]) == (400, "output_dir") and "choose another" in told.error["message"]
