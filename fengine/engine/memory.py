@@ -188,12 +188,14 @@ class Memory:
             self._capture()
 
     def _capture(self) -> None:
-        """Without memory for graphs they count as released, and may be asked for again."""
+        """Without memory for graphs they count as released, and may be asked for again. Errors: OutOfMemoryError."""
         try:
             self.device.capture()
-        except Exception:
+        except Exception as error:
             again = "the graphs could not be captured again: call resume_memory_occupation(tags=['cuda_graph'])"
             self.core.refuse({"cuda_graph": again})
+            if isinstance(error, torch.OutOfMemoryError):
+                raise OutOfMemoryError(f"{str(error).partition('.')[0]}: {again} when there is more") from error
             raise
 
 

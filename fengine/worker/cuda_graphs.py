@@ -116,8 +116,11 @@ class Graphs:
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
             try:
                 run()
-            finally:
-                graph.capture_end()  # also where memory is short: the stream is needed again
+            except BaseException:
+                with suppress(torch.AcceleratorError):  # which would stand before what went wrong
+                    graph.capture_end()  # the stream is needed again
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(self.side)
         self.captured[key] = graph
 

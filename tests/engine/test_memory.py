@@ -186,7 +186,10 @@ def test_graphs_that_cannot_be_captured_again_leave_the_engine_refusing(
 
     with start(checkpoint) as engine:
         before, memory, core, runner = ask(engine), engine._parts.memory, engine._parts.core, Runner()
-        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(OutOfMemoryError, match="no memory for graphs: .*cuda_graph"),
+        ):
             patch.setattr("fengine.engine.memory.CudaRunner", Runner)
             patch.setattr(memory.device, "runner", runner)
             in_loop(core, memory._capture)

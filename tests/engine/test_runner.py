@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 import torch
-from fake_cuda import Cuda, Torch, tensors
+from fake_cuda import Cuda, Graph, Torch, tensors
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +16,7 @@ from fengine.lora.adapters import open_adapters
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
 from fengine.worker.compiled import layer_kinds
-from fengine.worker.cuda_graphs import Buckets, decode_sizes
+from fengine.worker.cuda_graphs import Buckets, Graphs, decode_sizes
 from fengine.worker.cuda_runner import CudaRunner
 from fengine.worker.fields import ADAPTERS, INPUTS, StaticBuffers, blank, layout, pack
 from fengine.worker.loader import load_params, spec_from_config
@@ -35,6 +35,21 @@ def test_no_step_needs_a_bucket_that_warm_up_left_out(rows: int, tokens: int) ->
         for total in range(count, min(tokens, 1200) + 1):
             for adapters in (False, True):
                 assert buckets.of(total, count, adapters) in known, (total, count)
+
+
+def test_what_fails_in_a_capture_is_told_and_not_that_the_capture_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def invalidated(graph: Graph) -> None:
+        end(graph)
+        raise torch.AcceleratorError("operation failed due to a previous error during capture")
+
+    def short() -> None:
+        raise torch.OutOfMemoryError
+
+    end = Graph.capture_end
+    monkeypatch.setattr("fengine.worker.cuda_graphs.torch", Torch())
+    monkeypatch.setattr(Graph, "capture_end", invalidated)
+    with pytest.raises(torch.OutOfMemoryError):
+        Graphs(torch.device("cpu")).capture("step", short)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 48, 64, 65, 100, 512])
