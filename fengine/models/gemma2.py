@@ -8,7 +8,7 @@ from typing import Any
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, SPEED
-from fengine.models.reader import GELU_TANH, ConfigReader, decoder_spec, every, sliding_window, windowed
+from fengine.models.reader import GELU_TANH, LEAST, MOST, ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import sandwich_layer
 
@@ -33,8 +33,8 @@ def gemma_spec(config: Config, **switches: Any) -> ModelSpec:
     """What Gemma 2 and 3 share, without windows. Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
     hidden = read.size("hidden_size", 1 << 20)
-    scale = read.number("query_pre_attn_scalar", 0.0, 1e9, default=256.0) ** -0.5
-    cap = read.number("final_logit_softcapping", 0.0, 1e9) if config["final_logit_softcapping"] is not None else 0.0
+    scale = read.number("query_pre_attn_scalar", LEAST, 1e9, default=256.0) ** -0.5
+    cap = read.number("final_logit_softcapping", LEAST, MOST) if config["final_logit_softcapping"] is not None else 0.0
     read.done(config["architectures"][0])
     return decoder_spec(
         config, activation=("hidden_activation", GELU_TANH), act="gelu_tanh", norm_shift=1.0, embed_scale=hidden**0.5,
@@ -45,7 +45,7 @@ def gemma_spec(config: Config, **switches: Any) -> ModelSpec:
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
-    cap = read.number("attn_logit_softcapping", 0.0, 1e9) if config["attn_logit_softcapping"] is not None else 0.0
+    cap = read.number("attn_logit_softcapping", LEAST, MOST) if config["attn_logit_softcapping"] is not None else 0.0
     if config.get("use_bidirectional_attention"):
         raise UnsupportedArchitectureError("use_bidirectional_attention = true is not supported for Gemma 2.")
     spec = gemma_spec(config, attention_cap=cap)

@@ -7,7 +7,7 @@ from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
-from fengine.models.reader import ConfigReader, decoder_spec, every, sliding_window, windowed
+from fengine.models.reader import LEAST, MOST, ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight
@@ -31,7 +31,7 @@ DEFAULTS = {
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
-    limit, alpha = read.number("swiglu_limit", 0.0, 1e6, default=7.0), read.number("swiglu_alpha", 0.0, 1e6, ALPHA)
+    limit, alpha = read.number("swiglu_limit", LEAST, MOST, default=7.0), read.number("swiglu_alpha", 0.0, 1e6, ALPHA)
     if alpha != ALPHA:
         raise UnsupportedArchitectureError(f"swiglu_alpha = {alpha!r} is not supported; {ALPHA} is.")
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
-from fengine.models.reader import ConfigReader, decoder_spec
+from fengine.models.reader import LEAST, MOST, ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec
 
 SCALES = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
@@ -19,7 +19,7 @@ NAMES = (f"{BLOCK}.router.layer", f"{BLOCK}.input_linear.weight", f"{BLOCK}.outp
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
-    embed, logits, residual, attention = (read.number(name, 0.0, 1e6, default=1.0) for name in SCALES)
+    embed, logits, residual, attention = (read.number(name, LEAST, MOST, default=1.0) for name in SCALES)
     spec = decoder_spec(config)
     read.done(spec.architecture)
     return replace(

@@ -1,6 +1,7 @@
 """What a `config.json` says about weights in few bits: the method, and of each module how it is stored. No torch. A
 module that is not listed as kept may still be stored whole; the checkpoint's tensors tell."""
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from fengine.errors import ConfigError, UnsupportedFormatError
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, Quantization, Scheme
 
+logger = logging.getLogger("fengine")
 KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' older name
 TOOLS = {  # what tools write beside it: how scales were found, and which kernels they would take
     "quant_method", "version", "meta", "tokenizer", "dataset", "damp_percent", "damp_auto_increment",
@@ -158,16 +160,22 @@ def _awq(read: ConfigReader) -> Quantization:
     return Quantization("awq", (*rules, (".*", Scheme("awq", "int4", (1, group), zeros=True))))
 
 
+OFFSETS = {"gptq": 1, "gptq_v2": 0, None: None}  # of zero points, by the format that tools write since there are two
+
+
 def _gptq(read: ConfigReader) -> Quantization:
     def scheme(told: ConfigReader) -> Scheme:
         _refuse_rest(told, {"bits", "group_size", "sym", "desc_act", "checkpoint_format", "lm_head", "dynamic",
                             "modules_to_not_convert"})  # fmt: skip
-        forms = [told.config[key] for key in ("checkpoint_format", "format") if told.config.get(key)] or ["gptq"]
-        if forms[0] not in ("gptq", "gptq_v2") or forms[-1] != forms[0]:
+        forms = [told.config[key] for key in ("checkpoint_format", "format") if told.config.get(key)] or [None]
+        if forms[0] not in tuple(OFFSETS) or forms[-1] != forms[0]:
             raise _unbuilt(f"GPTQ's checkpoint_format {' and '.join(map(repr, forms)):.80}")
         code: Literal["int4", "int8"] = "int4" if _one_of(told, "bits", (4, 8), None) == 4 else "int8"
-        ordered = told.flag("desc_act")
-        return Scheme("gptq", code, (1, _group(told)), zeros=True, offset=int(forms[0] == "gptq"), ordered=ordered)
+        ordered, offset = told.flag("desc_act"), OFFSETS[forms[0]]
+        if offset is None and not told.flag("sym", default=True):
+            logger.warning("config.json: quantization_config has no checkpoint_format: read as gptq, not gptq_v2")
+            offset = 1
+        return Scheme("gptq", code, (1, _group(told)), zeros=True, offset=offset, ordered=ordered)
 
     rules = _kept(read, _names(read, "modules_to_not_convert"))
     dynamic = read.config.get("dynamic") or {}

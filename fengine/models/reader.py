@@ -10,6 +10,7 @@ from fengine.models.spec import Config, LayerKind, ModelSpec, RopeSpec
 SILU = ("silu", "swish")  # two names of one function
 GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
 GELU_ALL = {"gelu": "gelu", **dict.fromkeys(GELU_TANH, "gelu_tanh")}  # by the names that configs give them
+LEAST, MOST = 1e-6, 1e6  # of factors: with others float32 overflows, or rounds the result away
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_KEYS = {
@@ -55,12 +56,12 @@ class ConfigReader:
         return high
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """A list of `count` finite numbers above 0."""
+        """A list of `count` finite numbers above LEAST."""
         values = self.config.get(name)
         listed = values if isinstance(values, list) and len(values) == count else []
-        if listed and all(type(v) in (int, float) and 0 < v < math.inf for v in listed):
+        if listed and all(type(v) in (int, float) and LEAST < v < math.inf for v in listed):
             return tuple(float(v) for v in listed)
-        self.problems.append(f"{name} must be a list of {count} numbers above 0, got {values!r}"[:200])
+        self.problems.append(f"{name} must be a list of {count} numbers above {LEAST}, got {values!r}"[:200])
         return (1.0,) * count
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -260,11 +261,11 @@ def _rope_of(read: ConfigReader, width: int, max_position: int) -> RopeSpec:
     if kind not in ROPE_KINDS:
         known = ", ".join(repr(name) for name in ROPE_KINDS)
         raise UnsupportedArchitectureError(f"rope_type = {kind!r} is not supported; supported: {known}.")
-    spec = RopeSpec(read.number("rope_theta", 1.0 if kind == "yarn" else 0.0, 1e15))  # yarn divides by its logarithm
+    spec = RopeSpec(read.number("rope_theta", 1.0 if kind == "yarn" else LEAST, 1e15))  # yarn divides by its logarithm
     if kind in ("default", "dynamic"):  # dynamic: the same up to max_position, and nothing is longer here
         return spec
     if kind == "linear":
-        return replace(spec, kind=kind, factor=read.number("factor", 0.0, 1e6))
+        return replace(spec, kind=kind, factor=read.number("factor", LEAST, MOST))
     original = read.size("original_max_position_embeddings", 1 << 27)
     default = max_position / original
     if kind == "llama3":
@@ -272,10 +273,10 @@ def _rope_of(read: ConfigReader, width: int, max_position: int) -> RopeSpec:
         if high <= low:
             read.problems.append(f"high_freq_factor ({high}) must be larger than low_freq_factor ({low})")
         return replace(
-            spec, kind=kind, factor=read.number("factor", 0.0, 1e6), low_freq_factor=low, high_freq_factor=high,
+            spec, kind=kind, factor=read.number("factor", LEAST, MOST), low_freq_factor=low, high_freq_factor=high,
             original_max_position=original,
         )  # fmt: skip
-    factor = read.number("factor", 0.0, 1e6, default=default)
+    factor = read.number("factor", LEAST, MOST, default=default)
     spec = replace(spec, kind=kind, factor=factor, original_max_position=original)
     if kind == "longrope":
         short, long = read.numbers("short_factor", width // 2), read.numbers("long_factor", width // 2)

@@ -87,7 +87,7 @@ class Scheme:
     code: Literal["int4", "int8", "fp8", "fp4", "w8a8"]
     block: tuple[int, int] | None  # rows and columns that share a scale, 0: all; None: as the file's scales say
     zeros: bool = False  # zero points are stored
-    offset: int = 0  # what they are more than stored
+    offset: int | None = 0  # what they are more than stored; None: they tell
     ordered: bool = False  # the group of each column is stored
 
 

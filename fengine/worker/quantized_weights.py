@@ -183,10 +183,14 @@ def _awq(module: str, scheme: Scheme, read: Read, shape: tuple[int, int], there:
 
 
 def _gptq(module: str, scheme: Scheme, read: Read, shape: tuple[int, int], there: object) -> tuple[Tensor, Tensor]:
-    """Zero points are stored less `offset`, taken from whole words: what 0 borrows comes from the next one."""
-    bits = _bits(scheme)
+    """Zero points are stored less `offset`, taken from whole words: what 0 borrows comes from the next one. Symmetric
+    ones tell it themselves: in gptq_v2 all are the middle of the range."""
+    bits, words = _bits(scheme), read(f"{module}.qzeros")
     each_word = 0x11111111 if bits == 4 else 0x01010101
-    zero_GN = _unpacked(read(f"{module}.qzeros") + scheme.offset * each_word, bits)
+    offset = scheme.offset
+    if offset is None:
+        offset = int((words.contiguous().view(torch.uint8) != (0x88 if bits == 4 else 0x80)).any())
+    zero_GN = _unpacked(words + offset * each_word, bits)
     return _unpacked(read(f"{module}.qweight").T, bits), zero_GN.T.contiguous()
 
 

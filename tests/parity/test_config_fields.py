@@ -159,6 +159,26 @@ def test_what_transformers_reads_in_its_own_way_is_refused(family: str, changes:
 
 
 @pytest.mark.parametrize(
+    ("family", "changes", "name"),
+    [
+        ("granite", {"logits_scaling": 1e-30}, "logits_scaling"),
+        ("granitemoe", {"embedding_multiplier": 1e-300}, "embedding_multiplier"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e-300}}, "rope_theta"),
+        ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 1e-38}}, "factor"),
+        ("mistral", {"rope_parameters": YARN | {"rope_theta": 1e4, "factor": 1e-42}}, "factor"),
+        ("gemma2", {"attn_logit_softcapping": 1e9}, "attn_logit_softcapping"),
+        ("gemma2", {"query_pre_attn_scalar": 1e-300}, "query_pre_attn_scalar"),
+        ("gpt_oss", {"swiglu_limit": 1e-300}, "swiglu_limit"),
+    ],
+)
+def test_factors_by_which_float32_overflows_are_refused(family: str, changes: Any, name: str) -> None:
+    config_class, model_class = tiny_checkpoints.CLASSES[family]
+    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
+    with pytest.raises(FengineError, match=f"{name} must be above 1e-06 and at most"):
+        spec_from_config(config | {"architectures": [model_class.__name__], "rope_scaling": None} | changes)
+
+
+@pytest.mark.parametrize(
     ("family", "field", "beside"),
     [("gemma3", "rope_parameters", {"rope_theta": None, "rope_type": "default"}), ("cohere2", None, None)],
 )

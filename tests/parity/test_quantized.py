@@ -192,6 +192,21 @@ def test_layers_of_several_precisions(tmp_path: Path) -> None:
     assert len(same_model(*made.write(tmp_path / "b", config, by_group))) == 7  # q, k, v of layer 1 are joined whole
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("v2", [True, False])
+def test_zero_points_tell_which_of_both_formats_they_are_in(v2: bool, bits: int, tmp_path: Path) -> None:
+    """Where no checkpoint_format is told: symmetric ones."""
+    config, make, _ = gptq({"sym": True, "bits": bits, "checkpoint_format": None}, sym=True, v2=v2, bits=bits)
+    same_model(*made.write(tmp_path, config, keep(make)))
+
+
+def test_a_format_that_nothing_tells_is_the_first_and_is_said(tmp_path: Path, caplog: Any) -> None:
+    config, make, _ = gptq({"checkpoint_format": None})
+    with caplog.at_level("WARNING", "fengine"):
+        same_model(*made.write(tmp_path, config, keep(make)))
+    assert "no checkpoint_format: read as gptq, not gptq_v2" in caplog.text
+
+
 def test_a_zero_bias_of_a_layer_without_one_is_left_out(tmp_path: Path) -> None:
     config, make, _ = gptq({})
     few, dense = made.write(tmp_path, config, keep(make))
@@ -428,6 +443,7 @@ def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> 
         (AWQ | {"rotation": "hadamard"}, "rotation = 'hadamard'"),
         (GPTQ | {"bits": 2}, "bits 2"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"checkpoint_format": ["gptq"]}, r"checkpoint_format \['gptq'\]"),
         (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 3}}}, "bits 3"),
         (GPTQ | {"dynamic": {"+:.*up.*": {"rotation": "h"}}}, "rotation = 'h'"),
         (GPTQ | {"format": "gptq_v2"}, "checkpoint_format 'gptq' and 'gptq_v2'"),
