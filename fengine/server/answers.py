@@ -1,7 +1,6 @@
 """How outputs become an answer: `Plan`, `Writer`, usage, and the events of a stream."""
 
 import json
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.api.streams import OutputCollector
+from fengine.core import request
 from fengine.server.errors import ApiError, api_error_of
 
 DONE = b"data: [DONE]\n\n"
@@ -53,7 +53,7 @@ class Plan:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}{secrets.token_hex(16)}"
+    return f"{prefix}{request.new_id()}"
 
 
 def finish_reason(output: Output) -> str | None:
@@ -83,24 +83,24 @@ def event(value: Any, name: str | None = None) -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {json.dumps(value)}\n\n".encode()
 
 
-async def events(call: OutputCollector, writer: Writer) -> AsyncIterator[bytes]:
-    """The server-sent events of one call: bytes of some whole events at a time. An error ends the stream with an event
-    that holds it. Whoever reads must abort the call behind."""
+async def events(call: OutputCollector, writer: Writer) -> AsyncIterator[tuple[bytes, bool]]:
+    """The server-sent events of one call: bytes of some whole events at a time, and whether more come. An error ends
+    the stream with an event that holds it. Whoever reads must abort the call behind."""
     last: list[Output] = [{}] * len(call.states)
     pieces = b""
     if first := writer.first():
-        yield first
+        yield first, True
     while call.open:
         try:
             pieces = _piece(call, writer, last, await call.ready.get())
             while call.ready:  # all that is new by now, of any output
                 pieces += _piece(call, writer, last, call.ready.pop())
         except Exception as error:
-            yield writer.failed(api_error_of(error))
+            yield writer.failed(api_error_of(error)), False
             return
         if call.open and pieces:
-            yield pieces
-    yield pieces + writer.last(last)
+            yield pieces, True
+    yield pieces + writer.last(last), False
 
 
 def _piece(call: OutputCollector, writer: Writer, last: list[Output], index: int) -> bytes:

@@ -159,21 +159,26 @@ class EventStream(StreamingResponse):
     def __init__(self, call: Call, service: Service) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         assert call.plan.writer is not None, "a plan of a stream"
-        super().__init__(events(call.collector, call.plan.writer), 200, headers, "text/event-stream")
-        self.call, self.service = call, service
+        self.events, self.call, self.service = events(call.collector, call.plan.writer), call, service
+        super().__init__(self.events, 200, headers, "text/event-stream")  # pyright: ignore[reportArgumentType]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(gone(receive))
         watch.add_done_callback(lambda _: self.call.collector.leave())
         try:
             if scope["http_version"] == "1.0":
-                whole = b"".join([piece async for piece in self.body_iterator])  # type: ignore[misc]
+                whole = b"".join([piece async for piece, _ in self.events])
                 await Response(whole, headers=dict(self.headers))(scope, receive, send)
             else:
                 await self.stream_response(send)
         finally:
             watch.cancel()
             self.service.end(self.call)
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece, more in self.events:  # the last one with the end of the answer: one write for both
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
 def _refuse(request: Request, error: Exception) -> Response:

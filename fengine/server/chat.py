@@ -124,9 +124,14 @@ class ChatWriter(ChoiceWriter):
         delta = {"role": "assistant", "content": self.echo, "reasoning_content": None}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
+    def said(self, text: str) -> dict[str, Any]:
+        return {"delta": {"reasoning_content": None, "content": text}}  # where SGLang's clients look
+
+    def chunk(self, index: int, output: Output) -> dict[str, Any] | str | None:
         new = self.parts(index, output, streamed=True)
-        said = {"delta": {"reasoning_content": None, **(new or {"content": ""})}}  # where SGLang's clients look
+        if self._plain and new.keys() == {"content"} and finish_reason(output) is None:
+            return new["content"]
+        said = {"delta": {"reasoning_content": None, **new}} if new else self.said("")
         choice = self._choice(index, output, said, whole=False)
         if choice["finish_reason"]:
             choice["delta"] |= hidden_states(output)

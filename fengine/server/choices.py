@@ -7,6 +7,7 @@ from abc import abstractmethod
 from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from fengine.api.outputs import Output
@@ -85,6 +86,8 @@ class ChoiceWriter(Writer):
         text = json.dumps(self.around([]) if self._usage else {**self.head, "choices": []})
         before, _, behind = text.partition('"choices": []')
         self._before, self._behind = f'data: {before}"choices": [', f"]{behind}\n\n"
+        self._plain = not (self._continuous or self.given["return_token_ids"]) and self.given["logprobs"] is None
+        self._frames: dict[int, list[str]] = {}  # of choices: an event of new text only, before that text and behind it
         self._drawn = [0] * (request.prompts * self.given["n"])  # tokens of each choice so far
 
     def around(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -102,8 +105,12 @@ class ChoiceWriter(Writer):
         return None
 
     @abstractmethod
-    def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
-        """The choice of what is new; None if that shows nothing yet."""
+    def chunk(self, index: int, output: Output) -> dict[str, Any] | str | None:
+        """The choice of what is new; its text, if that is `_plain` and all there is; None if it shows nothing yet."""
+
+    @abstractmethod
+    def said(self, text: str) -> dict[str, Any]:
+        """How the choice of a chunk tells new text."""
 
     def beside(self, outputs: list[Output]) -> dict[str, Any]:
         """What stands beside the choices: of complete outputs, or with none in the first chunk."""
@@ -125,7 +132,12 @@ class ChoiceWriter(Writer):
     def piece(self, index: int, output: Output) -> bytes:
         self._drawn[index] += len(output["output_ids"])
         choice = self.chunk(index, output)
-        return b"" if choice is None else self._event(choice)
+        if not isinstance(choice, str):
+            return b"" if choice is None else self._event(choice)
+        if index not in self._frames:
+            told = self._event(self.framed(index, output, self.said("\0"), None, whole=False)).decode()
+            self._frames[index] = told.split('"\\u0000"')
+        return encode_basestring_ascii(choice).join(self._frames[index]).encode()
 
     def last(self, outputs: list[Output]) -> bytes:
         """With the usage, if it was asked for and all choices have ended."""
@@ -200,7 +212,12 @@ class CompletionWriter(ChoiceWriter):
         choice = {"prompt_token_ids": None} | self._choice(index, output, whole=True)
         return choice | {"prompt_logprobs": self.prompt_logprobs(output)}
 
-    def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
+    def said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def chunk(self, index: int, output: Output) -> dict[str, Any] | str | None:
+        if self._plain and index in self.begun and output["meta_info"]["finish_reason"] is None:
+            return output["text"] or None
         choice = self._choice(index, output, whole=False)
         asked = self.given["return_token_ids"] or self.given["logprobs"] is not None
         return choice if choice["text"] or choice["finish_reason"] or asked else None
@@ -211,7 +228,7 @@ class CompletionWriter(ChoiceWriter):
         self.begun.add(index)
         echo = None if self.echoes is None or not first else self.echoes[prompt]
         logprobs = None if self.given["logprobs"] is None else self._logprobs(index, output, echo)
-        choice = self.framed(index, output, {"text": (echo or "") + output["text"]}, logprobs, whole)
+        choice = self.framed(index, output, self.said((echo or "") + output["text"]), logprobs, whole)
         if choice["finish_reason"] is not None:
             choice |= hidden_states(output)
         asked = self.given["return_prompt_token_ids"] or self.given["return_token_ids"]

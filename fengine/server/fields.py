@@ -105,7 +105,7 @@ def take(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str] | No
             raise unsupported(name, f"{name} is not built: {refused[name]}. Leave it out.")
         hint = _hint(name, known.keys() | refused.keys() | NO_EFFECT)
         raise ApiError(400, f"unknown field {name!r:.80}.{hint}", name[:80], "unknown_parameter")
-    return {name: _value(name, field, body.get(name)) for name, field in known.items()}
+    return {n: field.default if body.get(n) is None else _value(n, field, body[n]) for n, field in known.items()}
 
 
 def _hint(name: str, known: Collection[str]) -> str:
@@ -122,8 +122,8 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 def _value(name: str, field: Field, value: Any) -> Any:
     schema = field.schema
-    if value is None or not field.checked:
-        return field.default if value is None else value
+    if not field.checked:
+        return value
     if "enum" in schema:
         if value not in schema["enum"]:
             raise invalid(name, f"{name} must be one of {', '.join(schema['enum'])}, got {value!r:.80}.")

@@ -28,14 +28,16 @@ from fengine.errors import NumericsError
 from fengine.server import answers
 from fengine.server.answers import usage_of
 from fengine.server.app import make_app
-from fengine.server.choices import token_bytes
+from fengine.server.chat import chat_writer
+from fengine.server.choices import completion_writer, token_bytes
 from fengine.server.config import log_to_stderr
 from fengine.server.endpoints import ENDPOINTS, open_api
 from fengine.server.errors import ApiError
 from fengine.server.gate import Access
 from fengine.server.messages import to_chat
 from fengine.server.metrics import status_line
-from fengine.server.openai_body import read_chat
+from fengine.server.openai_body import read_chat, read_completion
+from fengine.server.output_parser import TemplateFacts
 
 BOX = Path(__file__).resolve().parents[2] / "fengine" / "models" / "box"
 PROMPT = "Once upon a time"
@@ -484,10 +486,26 @@ def test_nothing_comes_behind_an_error_of_a_stream() -> None:
     call: Any = SimpleNamespace(states=[1], open={0}, ready=ready, read=read)
     writer: Any = SimpleNamespace(first=lambda: b"first", failed=lambda error: b"failed", last=lambda outputs: b"last")
 
-    async def told() -> list[bytes]:
+    async def told() -> list[tuple[bytes, bool]]:
         return [piece async for piece in answers.events(call, writer)]
 
-    assert asyncio.run(told()) == [b"first", b"failed"]
+    assert asyncio.run(told()) == [(b"first", True), (b"failed", False)]
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_events_of_text_alone_are_written_as_any_other(usage: bool, engine: Engine) -> None:
+    asked = {"stream": True, "stream_options": {"include_usage": usage}}
+    body, head, text = asked | {"prompt": PROMPT}, {"model": "box"}, 'a"\\\n\0é\u2028😀 "text": "\\u0000"'
+    writer = completion_writer(read_completion(body, 4), engine.tokenizer, 512, head)
+    output: Any = {"text": text, "output_ids": [5], "meta_info": {"finish_reason": None}}
+    assert writer.piece(0, output) == writer.piece(0, output) == writer.piece(0, output)  # the first is as all were
+    assert writer.piece(0, output | {"text": ""}) == b""
+    chat = chat_writer(read_chat(asked | {"messages": CHAT}, 4), engine, TemplateFacts(), head)
+    for _ in range(2):
+        told = json.loads((piece := chat.piece(0, output)).removeprefix(b"data: "))
+        assert answers.event(told) == piece and ("usage" in told) is usage
+        assert told["choices"] == [{"index": 0, "delta": {"reasoning_content": None, "content": text}, "logprobs": None,
+                                    "finish_reason": None}]  # fmt: skip
 
 
 def test_a_prompt_that_spells_what_the_tokenizer_puts_in_front_has_its_width(engine: Engine, server: Live) -> None:
