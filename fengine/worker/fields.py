@@ -111,10 +111,14 @@ def pack(arrays: Arrays, targets: Targets) -> None:
             if field.pad is not Pad.NONE:
                 target[...] = blank_value(field)
             continue
-        if field.pad is not Pad.NONE:
-            behind = 0 if source.ndim > 1 else len(source)  # two dimensions are padded in both
-            target[behind:] = source[-1] if field.pad is Pad.LAST else blank_value(field)
-        target[tuple(map(slice, source.shape))] = source
+        if source.ndim > 1:  # padded in both dimensions
+            if field.pad is not Pad.NONE:
+                target[...] = blank_value(field)
+            target[tuple(map(slice, source.shape))] = source
+            continue
+        target[: len(source)] = source
+        if len(source) < len(target):
+            target[len(source) :] = source[-1] if field.pad is Pad.LAST else blank_value(field)
 
 
 class StaticBuffers:
