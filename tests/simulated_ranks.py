@@ -187,7 +187,9 @@ class Process:
             world, exchange = self.world, self.world.exchange
             self.say(loaded=True)
             self.told.get()
-            weights: Any = SimpleNamespace(tensors=list, few_bits=False, read_again=lambda: True, read=None)
+            weights: Any = SimpleNamespace(
+                tensors=list, few_bits=False, read_again=lambda: True, read=None, agreed=bool
+            )
             runner: Any = SimpleNamespace(launch=partial(world.launch_at, self), drop_graphs=lambda: None)
             link: Any = SimpleNamespace(told=SimpleNamespace(get=self._hear, empty=self.told.empty), say=self.say)
             group: Any = None

@@ -18,6 +18,7 @@ from fengine.engine.build import build
 from fengine.engine.parallel.child import NOTHING, Link
 from fengine.engine.parallel.kept import READING
 from fengine.engine.parallel.progress import decoded, kind_and_text, progress, with_images
+from fengine.engine.parallel.ranks import ENDED
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.engine.weights.incoming import Unsent
@@ -67,7 +68,7 @@ class Server:
     def _end(self) -> None:
         """With an engine that has died, of which the first process is told why: it may start another one."""
         self.parts.core.threads[-1].join()
-        self.link.say(error=str(self.parts.core.inbox.end))
+        self.link.say(error=str(self.parts.core.inbox.end).removesuffix(ENDED))
         if self.parts.ranks is not None:
             self.parts.ranks.close()
         os._exit(1)

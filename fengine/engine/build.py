@@ -28,7 +28,7 @@ from fengine.engine.load import Loaded, load, read_spec
 from fengine.engine.memory import DeviceMemory, Memory
 from fengine.engine.parallel.child import NOTHING, Link
 from fengine.engine.parallel.follower import Follower
-from fengine.engine.parallel.ranks import Ranks
+from fengine.engine.parallel.ranks import Ranks, told_of
 from fengine.engine.parallel.replicas import open_replicas
 from fengine.engine.parts import Parts, compile_count
 from fengine.engine.profiling import Profile
@@ -106,12 +106,12 @@ def follow(link: Link, start: dict[str, Any], features: Features) -> None:
             link.folder = folder
             group = group_of(name, rank, folder, sockets, device)
             loaded = load(config, features.tokenizer, group)
-            link.say(loaded=True)
+            link.say(loaded=True, read=told_of(loaded.origin))
             link.told.get()  # every rank has
             with process_group(group, device, dock_of(config, loaded.spec)):
                 worker = make_worker(config, loaded, features, group)
                 new_kv = pool_of(config, loaded.spec, worker)
-                weights = LiveWeights(loaded.params, loaded.spec, loaded.model_dir, loaded.from_disk, group)
+                weights = LiveWeights(loaded.params, loaded.spec, loaded.model_dir, loaded.origin, group)
                 follower = Follower(link, worker.runner, worker.input_batch, worker.kv, weights, new_kv, group)
                 del worker  # it names the first KV state, which may be released
                 follower.run()
@@ -125,7 +125,7 @@ def assemble(
     speculation = features.speculation(config, spec, loaded.params)
     if speculation is not None:
         loaded = replace(loaded, spec=replace(spec, feature_layers=speculation.feature_layers))
-    group = None if ranks is None else ranks.join(dock_of(config, spec))
+    group = None if ranks is None else ranks.join(dock_of(config, spec), loaded.origin)
     worker = make_worker(config, loaded, features, group, 0 if speculation is None else speculation.kv_bytes)
     if speculation is not None:
         speculation.open(worker.kv, worker.input_batch, worker.runner.guess_token_S)
@@ -137,7 +137,7 @@ def assemble(
     core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
     if (limits := (config.scheduler.waiting_timeout, config.scheduler.running_timeout)) != (None, None):
         core.stepper.watch(Deadlines(core.requests, *limits))
-    weights = LiveWeights(loaded.params, spec, loaded.model_dir, loaded.from_disk, group)
+    weights = LiveWeights(loaded.params, spec, loaded.model_dir, loaded.origin, group)
     updates = WeightUpdates(weights, core, ranks)
     new_kv = kv_maker(config, loaded.spec, worker, speculation)
     memory = DeviceMemory(worker.runner, weights, new_kv, page_size, core.stepper.swap_kv, speculation)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fengine.config import EngineConfig, LoadFormat
+from fengine.engine.weights.incoming import Origin
 from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.models.kv_state import Params
 from fengine.models.quantization import chosen
@@ -22,8 +23,8 @@ from fengine.worker.safetensors_file import read_config
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory. `from_disk`: its weights are those in `model_dir`, and may be read again. `seconds`: what each
-    part of reading it took."""
+    """A model in memory. `origin`: where its weights may be read again; None: nowhere. `seconds`: what each part of
+    reading it took."""
 
     spec: ModelSpec
     params: Params
@@ -31,7 +32,7 @@ class Loaded:
     eos_ids: frozenset[int]
     model_dir: Path
     tokenizer: Any = None
-    from_disk: bool = False
+    origin: Origin | None = None
     pooling: Pooling | None = None  # of an embedding model or classifier
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -59,6 +60,9 @@ def load(
     generation = read_generation_config(model_dir, model.json_overrides)
     eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
     read = time.perf_counter()
+    origin = (
+        None if model.load_format is LoadFormat.dummy else Origin.of(model_dir)
+    )  # before: files may change meanwhile
     params = (
         {}
         if not weights
@@ -73,8 +77,7 @@ def load(
         )
     )
     seconds = {"tokenizer_e2e": read - begun, "load_weight": time.perf_counter() - read}
-    from_disk = model.load_format is not LoadFormat.dummy
-    return Loaded(spec, params, context, eos_ids, model_dir, tokenizer, from_disk, pooling, seconds)
+    return Loaded(spec, params, context, eos_ids, model_dir, tokenizer, origin, pooling, seconds)
 
 
 def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -93,12 +94,14 @@ class DeviceMemory:
         return holds
 
     def _resume_weights(self) -> bool:
-        """Storage for every parameter, and its values: kept ones, or those of a checkpoint that is unchanged."""
+        """Storage for every parameter, and its values: kept ones, or those of a checkpoint that is unchanged. In a
+        group all hold theirs, or none counts as holding them."""
         try:
             for storage, size in self._sizes:
                 storage.resize_(size)
         except (RuntimeError, MemoryError) as error:
             self._free_weights()
+            self.weights.agreed(False)
             size = sum(size for _, size in self._sizes) / 2**20
             raise OutOfMemoryError(
                 f"no memory for weights of {size:.0f} MiB: {str(error).partition('.')[0]}. Free some and resume again"
@@ -107,9 +110,10 @@ class DeviceMemory:
         for (storage, _), kept in zip(sizes, copies, strict=bool(copies)):
             storage.copy_(kept, non_blocking=False)
         try:
-            return bool(copies) or self.weights.read_again()
+            held = bool(copies) or self.weights.read_again()
         except (ModelLoadError, InvalidRequestError):
-            return False
+            held = False
+        return self.weights.agreed(held)
 
     def capture(self) -> None:
         """Graphs over the new addresses. Errors: what torch raises, and there are none."""
@@ -178,12 +182,11 @@ class Memory:
     def _resume(self, tags: Sequence[str], everything: bool) -> None:
         tags = self._choose(tags, released=True, everything=everything)
         left = [tag for tag in TAGS if self.core.refusal(tag) is not None and tag not in tags]
-        if self.ranks is not None:
-            self.ranks.tell("resume_memory", tags=tags, capture=not left)
-        for tag in tags:
-            if not self.device.resume(tag):  # until an update gives every tensor
-                self._lose(set(self.device.weights.places))
-            self.core.allow(tag)
+        with nullcontext() if self.ranks is None else self.ranks.told("resume_memory", tags=tags, capture=not left):
+            for tag in tags:
+                if not self.device.resume(tag):  # until an update gives every tensor
+                    self._lose(set(self.device.weights.places))
+                self.core.allow(tag)
         if not left:
             self._capture()
 

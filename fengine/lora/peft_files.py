@@ -74,6 +74,7 @@ def read_adapter(directory: Path, limits: Limits) -> Read:
             )
         raise AdapterError(f"{directory} has no {WEIGHTS}; it holds {listing(directory)}.")
     try:
+        digest = sha256_of(directory)  # before: files may change meanwhile
         entries = {entry.name: entry for entry in read_header(path)}
         for entry in entries.values():
             if entry.dtype not in DTYPES:
@@ -81,7 +82,7 @@ def read_adapter(directory: Path, limits: Limits) -> Read:
         with open_file(path) as file:
             shapes = {name: entry.shape for name, entry in entries.items()}
             updates = collect(config, shapes, lambda name: read_tensor(file, entries[name]), str(path), limits)
-        return Read(config, updates, sha256_of(directory))
+        return Read(config, updates, digest)
     except AdapterError:
         raise
     except ModelLoadError as error:

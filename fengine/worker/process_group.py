@@ -46,11 +46,15 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
         shared["intermediate_size"] = spec.mlp_size
     if found is not None:
         shared |= {"moe_intermediate_size": found.size, "shared_expert_intermediate_size": found.shared_size}
-    odd = [f"{name} {value}" for name, value in shared.items() if value % size]
-    if spec.vocab_size <= VOCAB_BLOCK * (size - 1):
-        odd.append(f"vocab_size {spec.vocab_size} (blocks of {VOCAB_BLOCK})")
-    if odd:
-        works = [n for n in range(1, size) if not any(v % n for v in shared.values())]
+
+    def uneven(size: int) -> list[str]:
+        """What so many cannot share."""
+        odd = [f"{name} {value}" for name, value in shared.items() if value % size]
+        few = spec.vocab_size <= VOCAB_BLOCK * (size - 1)
+        return odd + [f"vocab_size {spec.vocab_size} (blocks of {VOCAB_BLOCK})"] * few
+
+    if odd := uneven(size):
+        works = [n for n in range(1, size) if not uneven(n)]
         raise ConfigError(
             f"parallel.tp_size is {size}, and {', '.join(odd)} cannot be cut in so many equal parts; {works} work"
         )

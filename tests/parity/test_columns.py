@@ -1,9 +1,10 @@
 """Ranks of a group compute one device's bits: every family, cut in 2 and 4, over real exchanges between threads."""
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_checkpoints
@@ -11,6 +12,12 @@ import torch
 from torch import Tensor
 
 from fengine import models
+from fengine.config import EngineConfig
+from fengine.config.schema import ParallelConfig
+from fengine.engine.memory import DeviceMemory
+from fengine.engine.weights.incoming import Origin
+from fengine.engine.weights.live import LiveWeights
+from fengine.errors import ConfigError
 from fengine.models.kv_pages import init_kv, row_batch
 from fengine.models.sources import Source
 from fengine.models.spec import ModelSpec
@@ -19,7 +26,7 @@ from fengine.ops import columns, peers
 from fengine.ops.columns import Group
 from fengine.worker import safetensors_file
 from fengine.worker.loader import load_params, spec_from_config
-from fengine.worker.process_group import group_of
+from fengine.worker.process_group import check_parts, group_of
 from fengine.worker.safetensors_file import read_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -159,3 +166,36 @@ def test_rows_of_ranks_are_those_of_the_leaf_once() -> None:
     assert apart.rows(1, 2) == [[slice(8, 16)], [slice(4, 8)], [slice(4, 8)]]
     assert fused.rows(1, 2) == [[slice(8, 16), slice(20, 24), slice(28, 32)]]
     assert head_weight(131, 4).rows(2, 3) == [[slice(128, 131)]]
+
+
+def test_numbers_that_are_told_to_work_do(tmp_path: Path) -> None:
+    """The vocabulary's blocks count, too."""
+    odd: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 48, "vocab_size": 131}
+    spec = spec_from_config(read_config(tiny_checkpoints.write(tmp_path, **odd)))
+
+    def refusal(size: int) -> str | None:
+        try:
+            return check_parts(EngineConfig(parallel=ParallelConfig(tp_size=size)), spec)
+        except ConfigError as error:
+            return str(error)
+
+    refused = {size: refusal(size) for size in range(1, 14)}
+    works = [size for size, said in refused.items() if said is None]
+    assert works == [1, 2, 3, 4] and "vocab_size 131 (blocks of 32) cannot" in str(refused[6])
+    for size, said in refused.items():
+        assert said is None or json.loads(said.split("; ")[1].removesuffix(" work")) == [n for n in works if n < size]
+
+
+def test_released_weights_come_back_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    directory = tiny_checkpoints.write(tmp_path / "model")
+    spec, origin = spec_from_config(read_config(directory)), Origin.of(directory)
+
+    def resumed(group: Group, origin: Origin | None) -> bool:
+        weights = LiveWeights(load_params(directory, spec, group=group), spec, directory, origin, group)
+        memory = DeviceMemory(cast(Any, None), weights, cast(Any, None), 8, cast(Any, None))
+        memory.release(["weights"], keep=False)
+        return memory.resume("weights")
+
+    changed = origin._replace(stamp=())
+    assert on_ranks(2, tmp_path, lambda group: resumed(group, origin)) == [True, True]
+    assert on_ranks(2, tmp_path, lambda group: resumed(group, changed if group.rank else origin)) == [False, False]

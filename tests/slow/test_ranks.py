@@ -20,7 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from fengine import Engine
+from fengine.engine import load
 from fengine.engine.parallel import child, ranks
+from fengine.engine.weights.incoming import Origin
 from fengine.errors import ConfigError, EngineDeadError, MemoryReleasedError
 from fengine.worker import process_group
 from fengine.worker.hub import BOX
@@ -160,6 +162,25 @@ def test_ranks_end_with_the_process_of_rank_0(tmp_path: Path) -> None:
         assert not Path(f"/proc/{pid}").exists()
     process.stdout.close()
     assert not Path(folder).exists()
+
+
+def test_ranks_that_read_other_files_do_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = tiny_checkpoints.write(tmp_path), load.load_params
+
+    def slow(*args: Any, **how: Any) -> Any:
+        """Another process has written the files meanwhile."""
+        params = own(*args, **how)
+        (rank,) = running
+        with rank._news:
+            rank._news.wait_for(lambda: rank._loaded, 60)
+            rank._loaded = {1: ranks.told_of(Origin.of(model)._replace(stamp=()))}
+        return params
+
+    running, made = list[Any](), ranks.Ranks.__init__
+    monkeypatch.setattr(ranks.Ranks, "__init__", lambda self, config: (running.append(self), made(self, config))[1])
+    monkeypatch.setattr(load, "load_params", slow)
+    with pytest.raises(EngineDeadError, match="files changed while the ranks read them"):
+        Engine(model_path=str(model), skip_tokenizer_init=True, tp_size=2)
 
 
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:

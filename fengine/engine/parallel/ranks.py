@@ -39,6 +39,8 @@ from fengine.worker.process_group import checksum, device_of_rank, group_of, pro
 from fengine.worker.step import Result
 from fengine.worker.step_input import StepInput
 
+ENDED = "; the engine has ended, create a new one"
+
 
 class Ranks:
     """The other ranks, as rank 0 sees them: it starts them, tells them of every step, watches and ends them. A watcher
@@ -63,7 +65,7 @@ class Ranks:
         self._sent = 0  # messages to each rank
         self._sums: dict[int, dict[int, int]] = {}  # of each step, by rank
         self._news = threading.Condition()
-        self._loaded: set[int] = set()  # ranks that have their weights
+        self._loaded: dict[int, Any] = {}  # of ranks that have their weights, where these were read
         self._ranks: dict[int, Child] = {}
         for rank in range(1, self.size):
             model = replace(config.model, device=devices[rank], skip_tokenizer_init=True)
@@ -83,13 +85,13 @@ class Ranks:
             if "sum" in told:
                 self._sums.setdefault(told["step"], {})[rank] = told["sum"]
             if "loaded" in told:
-                self._loaded.add(rank)
+                self._loaded[rank] = told.get("read")
             self._news.notify_all()
 
     def _fail(self, reason: str) -> None:
         """One reason; then no rank goes on, and rank 0 does not wait for one."""
         with self._news:
-            self.fault = self.fault or EngineDeadError(f"{reason}; the engine has ended, create a new one")
+            self.fault = self.fault or EngineDeadError(f"{reason}{ENDED}")
             if self._core is not None:
                 self._core.inbox.close(self.fault)
             self._news.notify_all()
@@ -105,11 +107,13 @@ class Ranks:
         """Of the other ranks."""
         return [child.process.pid for child in self._ranks.values()]
 
-    def join(self, dock: int = 0) -> Group:
-        """Joins the group, with so many bytes of a dock, when every rank has its weights. Errors: EngineDeadError if a
-        rank has failed."""
+    def join(self, dock: int = 0, origin: Origin | None = None) -> Group:
+        """Joins the group, with so many bytes of a dock, when every rank has its weights. `origin`: of rank 0's.
+        Errors: EngineDeadError if a rank has failed, or has read other files."""
         with self._news:
             self._news.wait_for(lambda: self.fault or len(self._loaded) == self.size - 1)
+            if self.fault is None and any(read != told_of(origin) for read in self._loaded.values()):
+                self._fail("the checkpoint's files changed while the ranks read them")
         if self.fault is not None:
             self.close()
             raise EngineDeadError(str(self.fault))
@@ -215,6 +219,11 @@ class Ranks:
             child.close()
         self._held.close()
         self.folder.cleanup()
+
+
+def told_of(origin: Origin | None) -> Any:
+    """As another process tells of it. Pure."""
+    return origin and [str(origin.directory), [list(file) for file in origin.stamp]]
 
 
 def _as_plain(row: Request) -> Request:

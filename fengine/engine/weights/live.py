@@ -14,18 +14,18 @@ from fengine.errors import UnsupportedFeatureError
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
 from fengine.ops.columns import Group
-from fengine.worker.process_group import swap
+from fengine.worker.process_group import least, swap
 
 
 class LiveWeights:
     """Modifies: the parameters' storage; itself."""
 
     def __init__(
-        self, params: Params, spec: ModelSpec, model_dir: Path, from_disk: bool, group: Group | None = None
+        self, params: Params, spec: ModelSpec, model_dir: Path, origin: Origin | None, group: Group | None = None
     ) -> None:
-        """`from_disk`: the parameters are those of the checkpoint in `model_dir`. `group`: they are a rank's part."""
+        """`origin`: whose parameters these are. `group`: they are a rank's part."""
         self.params, self.spec, self.group = params, spec, group
-        self.origin = Origin.of(model_dir) if from_disk else None  # where the live weights can be read again
+        self.origin = origin  # where the live weights can be read again
         weights = models.lookup(spec.architecture).weights(spec)
         self.places = places_of(params, weights, group)
         self.few_bits = few_bits_of(params, weights)  # of matrices that are in no place
@@ -68,6 +68,10 @@ class LiveWeights:
             return False
         self.write(self.check(self.read_origin(origin), set()), origin)
         return True
+
+    def agreed(self, held: bool) -> bool:
+        """Whether all ranks say so. Errors: RankGoneError."""
+        return held if self.group is None else bool(least(held, self.group))
 
     def read(self, name: str, rows: int | None) -> Tensor:
         """The first rows of a tensor, or all, on the CPU. Of a group every rank reads. Errors: RankGoneError."""
