@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fengine.core.masks import Filled
 from fengine.models.kv_state import KVState, Tensors
 from fengine.models.spec import ModelSpec
 from fengine.ops.edit_logits import apply_bitmask
@@ -24,7 +25,6 @@ from fengine.worker.cuda_graphs import Graphs, decode_sizes
 from fengine.worker.cuda_runner import edit_sizes
 from fengine.worker.fields import INPUTS, Arrays, Field, Sizes, StaticBuffers
 from fengine.worker.logits.bias import LogitBias
-from fengine.worker.logits.masks import Filled
 from fengine.worker.logits.penalties import Penalties
 from fengine.worker.step import DRAW, on_cpu
 from fengine.worker.step_input import LogitsStage

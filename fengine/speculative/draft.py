@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fengine.core.masks import Filled, MaskRow
 from fengine.core.request import Request
 from fengine.core.scheduler_output import Drafts
 from fengine.core.speculation import Ask, Late, gain_of, tolls
@@ -30,7 +31,6 @@ from fengine.speculative.pace import ALL, REST, SCOUTS, Cost, Pace
 from fengine.worker.fields import Arrays
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits.bias import LogitBias
-from fengine.worker.logits.masks import Filled, MaskRow
 from fengine.worker.logits.penalties import Penalties
 from fengine.worker.logits.structured import cursor_of
 from fengine.worker.step_input import StepInput

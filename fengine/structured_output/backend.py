@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fengine.core.masks import Filled, MaskRow
 from fengine.errors import EngineClosedError, FengineError, GrammarError, MissingExtraError, UnsupportedFeatureError
 from fengine.structured_output import ebnf, masks, regex, schema, structural_tag
 from fengine.structured_output.masks import Cursor, checked
 from fengine.structured_output.schema import SURROGATE, Whitespace
-from fengine.tokenizer.trial import Refused, Trials
-from fengine.worker.logits.masks import Filled, MaskRow
+from fengine.tokenizer.trial import Refused, shared
 
 MAX_BYTES = {"json_schema": 1 << 17, "structural_tag": 1 << 17, "ebnf": 1 << 15, "regex": 1 << 14}
 WORDS = {"json_schema": "json", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural tag"}  # as SGLang's
@@ -172,7 +172,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._known: OrderedDict[Source, Future[Grammar]] = OrderedDict()
         self._worker = ThreadPoolExecutor(COMPILERS, thread_name_prefix="fengine-grammars")
-        self._trials = Trials(__name__, COMPILERS)
+        self._trials = shared(__name__, COMPILERS)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -238,6 +238,5 @@ class Grammars:
     def close(self) -> None:
         """Waits for nothing; what is being compiled ends by itself."""
         self._worker.shutdown(wait=False, cancel_futures=True)
-        self._trials.close()
         if "vocabulary" in vars(self):
             self.vocabulary.worker.shutdown(wait=False)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from fengine.core.masks import Filled, MaskRow
 from fengine.errors import GrammarError
-from fengine.worker.logits.masks import Filled, MaskRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,13 +5,11 @@ whatever goes wrong in it is a `ChatTemplateError` of this request alone. Render
 `apply_chat_template`."""
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from fengine.core.owned import finalize
 from fengine.core.parameter_kinds import json_like
 from fengine.errors import (
     ChatTemplateError,
@@ -23,12 +21,13 @@ from fengine.errors import (
 )
 from fengine.tokenizer.chat_ids import Marks
 from fengine.tokenizer.tokenizer_files import read_template
-from fengine.tokenizer.trial import Limits, Refused, Trials
+from fengine.tokenizer.trial import Limits, Refused, shared
 
 logger = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 MAX_ROLE = 64  # characters
 MAX_SOURCE = 1 << 18  # characters of a template
+TEMPLATES = "fengine.tokenizer.templates"  # what the children run
 RENDERERS = 2  # chats rendered at once
 LIMITS = Limits(1.0, 256 << 20)  # of one rendering
 RESERVED = frozenset(("messages", "add_generation_prompt", "continue_final_message", "self"))
@@ -105,14 +104,6 @@ def left_open(messages: list[dict[str, Any]], rendered: str) -> str:
     return rendered[: start + len(spaced if rendered[start : start + len(spaced)] == content else core)]
 
 
-@lru_cache(1)
-def _renderers(process: int) -> Trials:
-    """The children that render, for all templates of a process; a fork has its own. Pure but for them."""
-    found = Trials("fengine.tokenizer.templates", RENDERERS, LIMITS)
-    finalize(found, found.close)
-    return found
-
-
 class ChatTemplate:
     """A chat template that compiles. Rendering is a function of its arguments (and of the clock if it asks for it)."""
 
@@ -146,7 +137,7 @@ class ChatTemplate:
 
     def _ask(self, given: dict[str, Any] | None, max_chars: int) -> Any:
         try:
-            return _renderers(os.getpid()).ask([self.source, given, max_chars])
+            return shared(TEMPLATES, RENDERERS, LIMITS).ask([self.source, given, max_chars])
         except Refused as error:
             raise ChatTemplateError(f"the chat template {str(error).removeprefix('it ')}.") from None
 

@@ -89,6 +89,10 @@ class Pooling:
     max_length: int | None = None
     dense: tuple[Dense, ...] = ()
 
+    def dressed(self, texts: list[str]) -> list[str]:
+        """As they are tokenized. Pure."""
+        return [(self.prompt + text).lower() if self.lower else self.prompt + text for text in texts]
+
 
 def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     """What `directory`, whose parsed config.json is `config`, says. Errors: ModelLoadError, UnsupportedFeatureError."""

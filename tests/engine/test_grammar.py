@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import fengine
 from fengine import Engine
 from fengine.core.request import SamplingParams
 from fengine.errors import EngineClosedError, GrammarError, InvalidRequestError, LogitProcessorError
-from fengine.structured_output.backend import COMPILERS
+from fengine.structured_output.backend import COMPILERS, Grammars, Source, Whitespace
 from fengine.tokenizer.trial import LIMITS, Limits, Trials
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -240,6 +241,15 @@ def test_what_no_count_limits_ends_the_process_that_tries_it_and_holds_nobody_up
     for word in ("again", "anew"):  # another child starts
         assert llm.generate(STORY, {"regex": word})["text"] == word
     trials.close()
+
+
+def test_engines_of_a_process_share_their_children(llm: Any) -> None:
+    llm.generate(STORY, {"regex": "here"})
+    children = [*llm._context.grammars._trials.children]
+    with closing(Grammars(lambda: ([b"a", b"b"], False), Whitespace())) as others:
+        others.compile(Source("regex", "[ab]+"))
+    assert others._trials.children == children != [None] * COMPILERS
+    assert llm.generate(STORY, {"regex": "there"})["text"] == "there"  # those that are closed close nobody else's
 
 
 def test_nothing_left_to_draw(llm: Any) -> None:

@@ -14,6 +14,7 @@ from grammar_walks import END, TOKENS, accepts, allowed, compiled, core_seconds,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fengine.core.masks import MaskRow
 from fengine.errors import GrammarError, MissingExtraError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabulary
 from fengine.structured_output.masks import Cursor, fill
@@ -22,7 +23,6 @@ from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.detokenizer import token_texts
 from fengine.tokenizer.stop_regex import StopRegex
 from fengine.tokenizer.tokenizer import Tokenizer
-from fengine.worker.logits.masks import MaskRow
 
 jsonschema = pytest.importorskip("jsonschema")
 

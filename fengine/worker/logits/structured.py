@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fengine.core.masks import Grammar, MaskRow
 from fengine.core.request import Request
 from fengine.errors import FengineError
 from fengine.models.kv_state import Tensors
 from fengine.ops.edit_logits import apply_bitmask, words
 from fengine.worker.chunks import Chunk
 from fengine.worker.fields import Arrays, Field, Pad
-from fengine.worker.logits.masks import Grammar, MaskRow
 from fengine.worker.step_input import LogitsStage, StepInput, Write
 
 
