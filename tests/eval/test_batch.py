@@ -12,6 +12,7 @@ pytest.importorskip("starlette", reason="the extra serve")
 from fengine import run
 from fengine.api.engine import Engine
 from fengine.errors import ConfigError
+from fengine.eval.cli import engines
 from fengine.eval.commands.evaluate import batch_arguments
 from fengine.eval.runs.manifest import row_seed
 from fengine.server.batch import _seeded
@@ -95,6 +96,23 @@ def test_what_is_wrong_with_a_request_is_its_own(capsys: pytest.CaptureFixture[s
         assert said in found[name]["error"]["message"]
     assert found["line-6"]["response"] is None and found["good"]["error"] is None
     assert len(Path("out.jsonl.run/journal.log").read_bytes().splitlines()) == 8  # a header, and each request
+
+
+def test_a_file_without_requests_loads_no_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(engines, "open_engine", never)
+    for i, text in enumerate(("", "\n\n")):
+        Path("in.jsonl").write_text(text)
+        assert run.main(["batch", "in.jsonl", f"out{i}.jsonl", *WORDS]) == run.OK
+        assert Path(f"out{i}.jsonl").read_bytes() == b""
+    for i, lines in enumerate((["no json"], [{"custom_id": "a", "prompt": "b"}, {"custom_id": "b", "prompt": "c"}])):
+        written(*lines)
+        assert run.main(["batch", "in.jsonl", f"bad{i}.jsonl", *WORDS]) == run.USAGE
+        assert ("JSON" if i == 0 else "url") in capsys.readouterr().err and not Path(f"bad{i}.jsonl").exists()
 
 
 def test_it_goes_on_where_it_ended() -> None:

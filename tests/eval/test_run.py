@@ -307,6 +307,14 @@ def test_one_prompt_runs_as_it_stands(engines: list[FakeEngine], capsys: pytest.
         assert run.main([word]) == run.USAGE and said in capsys.readouterr().err
 
 
+def test_a_model_that_is_here_is_read_without_a_word(
+    engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["one word more", "view=plain", "sampling.max_new_tokens=4"]) == run.OK
+    told = capsys.readouterr().err
+    assert told.startswith("loading box ...") and "reading" not in told
+
+
 def test_escapes_are_what_they_say(engines: list[FakeEngine]) -> None:
     """A value typed in a shell holds a backslash and an n; the run, and its record, hold what is meant."""
     words = [r"""prompts=["a\nb\tc", 'd\\ne']""", r"""sampling.stop=["\n\n"]""", "view=quiet", "out=o.jsonl"]

@@ -37,7 +37,7 @@ from fengine.eval.runs.sweep import figure
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.columns import names_columns
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.task import BadRow, Task
+from fengine.eval.tasks.task import BadRow, Row, Task
 from fengine.eval.tasks.task_config import Format, base_directory
 
 Ended = tuple[int, dict[str, Any] | None]  # exit code of a run, and its metrics.json if it has come to its end
@@ -60,8 +60,8 @@ def run_point(
     remedy = "another out=DIR" if export is None else "hydra.run.dir=DIR or another out="
     with RunFolder(point.directory, remedy) as folder:
         if not (folder.path / MANIFEST).exists():
-            if config.task.format is not Format.batch:  # its rows are the server's to read
-                refuse_rows(open_task(config.task, base, lambda *_: [0]))
+            is_batch = config.task.format is Format.batch
+            refuse_rows(open_task(config.task, base, lambda *_: [0]), check_request if is_batch else None)
             refuse_demands(config, config.task.max_new_tokens, screen)
         one = open_run(folder, point, manifest.identity(config, task, rows), rows, base, screen, export)
         if one.table.left < rows.rows:
@@ -88,19 +88,26 @@ def refuse_demands(config: RunConfig | EvalConfig, own: int | None, screen: Quie
     given = given_sampling(config)
     params, tokens = SamplingParams.of(given), own if own is not None else given.get("max_new_tokens")
     if params.grammar_key is not None or tokens is not None:
-        with screen.opening(f"reading {config.engine.model.path}"):
+        is_here = provenance.local_directory(config.engine.model.path) is not None  # else it is downloaded
+        with nullcontext() if is_here else screen.opening(f"reading {config.engine.model.path}"):
             refuse_sampling(config.engine, params, tokens)
 
 
-def refuse_rows(task: Task) -> None:
-    """Tells before a model is loaded that no row, or for one reason none of the first ALIKE, can be asked. Errors:
-    InputFileError."""
+def check_request(row: Row) -> None:
+    """That a row of a batch may be a request; the rest is the server's to read. Errors: InputFileError."""
+    if not isinstance(row.data.get("url"), str):
+        raise InputFileError(f"row {row.id}: no request of OpenAI's batch format, which has custom_id, url and body")
+
+
+def refuse_rows(task: Task, check: Callable[[Row], Any] | None = None) -> None:
+    """Tells before a model is loaded that no row, or for one reason none of the first ALIKE, can be asked. `check`
+    None: by the task. Errors: InputFileError."""
     errors = []
     for row in islice(task.rows(), ALIKE):
         try:
             if isinstance(row, BadRow):
                 raise InputFileError(row.message)
-            task.asks(row)
+            (check or task.asks)(row)
             return
         except FengineError as error:
             errors.append(str(error))

@@ -55,7 +55,7 @@ def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     if form is Format.parquet:
         return _rows(_numbered(columns.read_parquet(path)), "row", config)
     plain = form is Format.prompts
-    lines = _lines(_open(path, plain), path)
+    lines = _lines(_open(path, plain, form is Format.batch), path)
     if plain and (first := next(lines, None)) is None:
         raise InputFileError(f"prompts file {path} is empty; write one prompt a line into it")
     found = _parsed(chain([first], lines) if plain else lines, path.name, path.suffix.lower() == ".txt" and plain)
@@ -85,8 +85,8 @@ def _format(path: Path, asked: Format) -> Format:
     return form
 
 
-def _open(path: Path, plain: bool) -> BinaryIO:
-    """Errors: InputFileError for what is no readable, uncompressed, non-empty file."""
+def _open(path: Path, plain: bool, may_be_empty: bool) -> BinaryIO:
+    """Errors: InputFileError for what is no readable, uncompressed file, or an empty one."""
     name = f"prompts file {path}" if plain else f"task.data={path}"
     try:
         if not path.is_file():
@@ -100,7 +100,7 @@ def _open(path: Path, plain: bool) -> BinaryIO:
     except OSError as error:
         raise InputFileError(f"{name} cannot be read: {error.strerror or error}") from error
     kind = next((name for magic, name in MAGIC.items() if start.startswith(magic)), None)
-    if kind is not None or not start:
+    if kind is not None or not (start or may_be_empty):
         file.close()
         problem = f"holds {kind} data, not lines of JSON; unpack or convert it" if kind else "is empty"
         raise InputFileError(f"{name} {problem}")
