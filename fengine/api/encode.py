@@ -127,8 +127,7 @@ def _prepared(context: EngineContext, text: Any, ids: Any) -> tuple[Any, Any]:
     texts = list(text) if several else [text]
     if not all(isinstance(part, str) for part in texts):
         return text, ids
-    texts = [pooling.prompt + part for part in texts]
-    texts = [part.lower() for part in texts] if pooling.lower else texts
+    texts = pooling.dressed(texts)
     classifies = context.parts.spec.num_labels is not None  # its texts are not cut, but pairs are
     if pooling.max_length is None or tokenizer is None or ids is not None or classifies:
         return (texts if several else texts[0]), ids
@@ -136,11 +135,13 @@ def _prepared(context: EngineContext, text: Any, ids: Any) -> tuple[Any, Any]:
     return None, (cut if several else cut[0])
 
 
-def pair_ids(context: EngineContext, pairs: Any) -> list[list[int]]:
+def pair_ids(context: EngineContext, pairs: Any, most: int | None = None, side: str | None = None) -> list[list[int]]:
     """Token ids of (query, document) pairs, joined as the tokenizer joins two texts; the longer of both is cut first
-    where they are too long, as sentence-transformers' CrossEncoder does. Errors: InvalidRequestError."""
+    where they are too long, as sentence-transformers' CrossEncoder does: than `most`, too, on a `side`. Errors:
+    InvalidRequestError."""
     parts = context.parts
-    most = min(parts.context_length, pooling_of(context).max_length or parts.context_length)
+    own = min(parts.context_length, pooling_of(context).max_length or parts.context_length)
+    most = own if most is None else min(own, most)
     if parts.spec.num_labels is None:
         raise InvalidRequestError(
             "rerank needs a cross-encoder: a checkpoint of …ForSequenceClassification. For others use score or encode."
@@ -156,7 +157,7 @@ def pair_ids(context: EngineContext, pairs: Any) -> list[list[int]]:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise InvalidRequestError(f"prompt[{i}] must be a pair [query, document] of texts, got {told(pair)}.")
         query, document = (tokenizer.check_text(text, f"prompt[{i}][{j}]") for j, text in enumerate(pair))
-        encoded = tokenizer.encode_pair(query, document, most)
+        encoded = tokenizer.encode_pair(query, document, most, side)
         typed = zip(encoded.ids, encoded.type_ids if spec.token_types > 1 else [0] * len(encoded.ids), strict=True)
         rows.append([token + kind * spec.vocab_size for token, kind in typed])
     return rows

@@ -43,7 +43,7 @@ class App:
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         service = Service(engine, config)
-        self.state = State({"service": service})
+        self.state, self.root = State({"service": service}), config.root_path
         self.pages = {path: (partial(_answer, service, one), "GET" if one.fields is None else "POST")
                       for one in ENDPOINTS for path in one.paths}  # fmt: skip
         self.pages |= {path: (page, "GET") for path, page in _pages(service).items()}
@@ -58,6 +58,9 @@ class App:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root = scope.get("root_path", "") + self.root
+        if self.root and scope.get("path", "").startswith(f"{root}/"):
+            scope = {**scope, "root_path": root}
         await self._outermost(scope, receive, send)
 
     async def _find(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,7 +114,7 @@ def _pages(service: Service) -> dict[str, Page]:
         return PlainTextResponse(service.meter.page(service.engine.stats(), up, service.rows), media_type=CONTENT_TYPE)
 
     async def schema(request: Request) -> Response:
-        return JSONResponse(open_api("fengine"))
+        return JSONResponse(open_api("fengine", service.config.root_path))
 
     async def docs(request: Request) -> Response:
         return HTMLResponse(DOCS)
@@ -125,6 +128,8 @@ async def _answer(service: Service, endpoint: Endpoint, request: Request) -> Res
     body: dict[str, Any] = {}
     if endpoint.fields is not None:
         body = await read_json(request, service.config, may_be_empty=endpoint.access is not Access.KEY)
+        if endpoint.query:
+            body = {name: request.query_params.getlist(name) for name in request.query_params} | body
     if endpoint.call is not None:
         found = await service.ask(partial(endpoint.call, service, body), body, endpoint.words)
         if not hasattr(found, "_asdict"):

@@ -4,6 +4,7 @@ torch."""
 import json
 import logging
 import math
+import re
 import sys
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class ServerConfig:
     `port` 0 takes a free one. `api_key` None: that of the environment variable FENGINE_API_KEY, or none is asked for.
     `admin_key` None: that of FENGINE_ADMIN_KEY, or what needs it is refused. `model_name` None: `model.path`;
     `any_model_name`: a name that is not known is the model's, too. `allow_origins`: web pages that may ask; "*": all.
+    `root_path`: what a proxy in front of it puts before every path, which then may stand there, or not.
     `status_seconds`: between two lines of the log, while there is work. `sampling_defaults`: what holds where a body
     gives nothing, "model" those of generation_config.json, "openai" OpenAI's. A row is one sample of one prompt. All
     streams together send about `chunks_per_second`, and each one at least 4: where tokens come faster, several travel
@@ -41,6 +43,7 @@ class ServerConfig:
     model_name: str | None = None
     any_model_name: bool = False
     allow_origins: list[str] = field(default_factory=list)
+    root_path: str = ""
     log: str = "text"
     log_level: str = "info"
     access_log: bool = False
@@ -72,6 +75,8 @@ def check(config: ServerConfig) -> list[str]:
         problems.append(f"serve.port must be in [0, 65535], got {config.port}; 0 takes a free one")
     if not config.host.strip():
         problems.append("serve.host must name an address: 127.0.0.1, or 0.0.0.0 for every address of this machine")
+    if config.root_path and not re.fullmatch(r"(/[\w.~-]+)+", config.root_path):
+        problems.append(f"serve.root_path must be like /llm, without a / at its end, got {config.root_path!r}")
     for name in ("api_key", "admin_key", "model_name"):
         if values[name] is not None and not values[name].strip():
             problems.append(f"serve.{name} must not be empty; leave it out for its default")

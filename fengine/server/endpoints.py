@@ -24,7 +24,7 @@ AS_ARGUMENT = "As the argument of the engine's method."
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """`plan`: what a body asks of the model; or `call`: the value that answers it, computed in a thread. `words`: a
-    field's name in the engine, or in a chat -> its name in this body."""
+    field's name in the engine, or in a chat -> its name in this body. `query`: or in the path's query."""
 
     paths: tuple[str, ...]
     doc: str
@@ -33,6 +33,7 @@ class Endpoint:
     call: Callable[[Service, Body], Any] | None = None
     access: Access = Access.KEY
     words: Mapping[str, str] = field(default_factory=dict)
+    query: bool = False
 
 
 # -- what the model computes -------------------------------------------------------------------------------------------
@@ -153,6 +154,22 @@ def _pickled(service: Service, body: Body) -> Any:
                       "Use update_weights_from_disk or update_weights_from_distributed.")  # fmt: skip
 
 
+def _pooling(service: Service, body: Body) -> Any:
+    raise unsupported("pooling", "vectors of single tokens are not built: /v1/embeddings gives a text's, /classify its "
+                      "labels, and return_hidden_states of /generate the hidden state of each token.")  # fmt: skip
+
+
+def _sleep(service: Service, body: Body) -> Any:
+    """Both of vLLM's levels: weights come back from the checkpoint, or are kept where the engine is told to."""
+    if (level := take(body, _SLEEP)["level"]) not in (None, 1, 2, ["1"], ["2"]):
+        raise invalid("level", f"level must be 1 or 2, got {level!r:.80}; /pause_generation stops and keeps memory.")
+    return service.engine.release_memory_occupation([*_SLEEPS]) or {"success": True}
+
+
+def _stats(service: Service) -> dict[str, Any]:
+    return service.engine._parts.core.call("get_stats")
+
+
 def _count_tokens(service: Service, body: Body) -> Any:
     asked = openai_body.read_chat(messages.to_chat(body, counted=True), 1).chat_options
     return {"input_tokens": len(chat.chat_prompt(service.engine, asked, asked.template_values, False)[0])}
@@ -176,6 +193,9 @@ _SESSION: Fields = {
     "session_id": fields.text("The id; absent: a new one."), "streaming": flag("Each turn continues the last one."),
     "timeout": loose("Seconds without a request, after which it closes.", "number"),
 }  # fmt: skip
+_SLEEPS = frozenset({"weights", "kv_cache"})  # what a sleeping engine has given back
+_TAGS: Fields = {"tags": loose("weights, kv_cache, or both.")}
+_SLEEP: Fields = {"level": loose("1 or 2.")}
 _UPDATE = ("weight_version", "abort_all_requests")
 _admin = partial(_steering, access=Access.ADMIN)
 
@@ -197,6 +217,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/v1/rerank",), "Documents, the best first; SGLang's answer.", pooled.RERANK,
              _of_engine(partial(pooled.rerank, jina=False))),
     Endpoint(("/rerank", "/v2/rerank"), "Documents, the best first; Jina's and vLLM's answer.", pooled.RERANK, _RERANK),
+    Endpoint(("/pooling",), "Refused: vectors of single tokens.", {}, call=_pooling),
     Endpoint(("/invocations",), "One of those above, by what the body has.", {}, _invocations),
     Endpoint(("/tokenize", "/v1/tokenize"), "Ids of a text, several or a chat.", native.TOKENIZE,
              call=lambda service, body: native.tokenize(body, service.engine, service.tokenizer)),
@@ -234,6 +255,12 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _admin("get_weights_by_name", "The first rows of a tensor.", "name", "truncate_size"),
     _admin("release_memory_occupation", "Gives memory back.", "tags"),
     _admin("resume_memory_occupation", "Takes it again.", "tags"),
+    Endpoint(("/sleep",), "vLLM's: gives weights and KV pages back.", _SLEEP, call=_sleep, access=Access.ADMIN,
+             query=True),
+    Endpoint(("/wake_up",), "vLLM's: takes them again.", _TAGS, call=_method("resume_memory_occupation", _TAGS),
+             access=Access.ADMIN, query=True),
+    Endpoint(("/is_sleeping",), "vLLM's: whether any is given back.",
+             call=lambda service, _: {"is_sleeping": not _SLEEPS.isdisjoint(_stats(service)["refusals"])}),
     _admin("load_lora_adapter", "Loads an adapter.", "lora_name", "lora_path", "pinned", alias="/v1/load_lora_adapter"),
     _admin("unload_lora_adapter", "Forgets an adapter.", "lora_name", alias="/v1/unload_lora_adapter"),
     _admin("start_profile", "Records a trace.", "output_dir", "start_step", "num_steps", "activities", "with_stack",
@@ -243,7 +270,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 @cache
-def open_api(title: str) -> dict[str, Any]:
+def open_api(title: str, root: str = "") -> dict[str, Any]:
     """What /openapi.json tells, from the same fields that bodies are read by. Pure."""
     paths: dict[str, Any] = {}
     for endpoint in ENDPOINTS:
@@ -256,4 +283,5 @@ def open_api(title: str) -> dict[str, Any]:
             paths[path] = {"get" if endpoint.fields is None else "post": told | {"operationId": path.strip("/")}}
     key = {"key": {"type": "http", "scheme": "bearer"}}
     return {"openapi": "3.1.0", "info": {"title": title, "version": __version__}, "paths": paths,
+            "servers": [{"url": root or "/"}],
             "components": {"securitySchemes": key}, "security": [{"key": []}]}  # fmt: skip

@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
     raise MissingExtraError.of("fengine.launch_server", str(error.name), "serve") from error
 
 # Of what is for servers alone, all is refused but what the server does, and what changes nothing about it.
-DONE = {"host", "port", "api_key", "admin_api_key", "tool_call_parser", "enable_cache_report"}
+DONE = {"host", "port", "api_key", "admin_api_key", "tool_call_parser", "enable_cache_report", "fastapi_root_path"}
 IDLE = {"skip_server_warmup", "warmups", "log_level_http", "uvicorn_access_log_exclude_prefixes", "file_storage_path",
         "file_storage_pth", "asr_max_buffer_seconds", "asr_max_concurrent_sessions"}  # fmt: skip
 
@@ -33,6 +33,7 @@ def config_of(args: ServerArgs) -> ServerConfig:
     config = ServerConfig(
         host=values["host"], port=values["port"], api_key=values["api_key"], admin_key=values["admin_api_key"],
         model_name=args.served_model_name, any_model_name=True, sampling_defaults=args.sampling_defaults or "model",
+        root_path=values["fastapi_root_path"] or "",
     )  # fmt: skip
     if problems := check(config):
         raise ConfigError("\n".join(problems))

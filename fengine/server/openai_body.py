@@ -162,6 +162,10 @@ def read_body(url: Any, body: Any, max_samples: int) -> OpenAIRequest:
 
 def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], max_samples: int) -> dict[str, Any]:
     """Every field of a body, or its default. Errors: ApiError."""
+    for name in ("prompt_logprobs", "logprobs", "top_logprobs"):
+        if type(body.get(name)) is int and body[name] < 0:
+            told = f"{name}={body[name]}, the whole vocabulary, is not told over HTTP: ask for at most {MAX_LOGPROBS}"
+            raise unsupported(name, f"{told} of the likeliest, or for ids of your own: token_ids_logprob of /generate.")
     given = fields.take(body, known | {"n": whole("", 1, max_samples, 1)}, refused)
     if given["stream_options"] is not None and not given["stream"]:
         raise invalid("stream_options", "stream_options is only for stream=true.")
@@ -248,11 +252,15 @@ class Truncation:
         """Pure. Errors: ApiError."""
         if images:
             raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens of a chat with images is not built.")
+        most = self.most(context, 1)
+        return ids[:most] if self.side == "right" else ids[-most:]
+
+    def most(self, context: int, drawn: int) -> int:
+        """How many tokens are left, with room for those that are drawn. Pure. Errors: ApiError."""
         if self.tokens > context:
             raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens value is greater than max_model_len "
                           f"({context}). Please, select a smaller truncation size.")  # fmt: skip
-        most = context - 1 if self.tokens == -1 else self.tokens
-        return ids[:most] if self.side == "right" else ids[-most:]
+        return context - drawn if self.tokens == -1 else self.tokens
 
 
 def prompt_ids(

@@ -11,7 +11,7 @@ from operator import mul
 from typing import Any
 
 from fengine.api.chat import is_chat, rendered, with_images
-from fengine.api.encode import pair_ids
+from fengine.api.encode import pair_ids, pooling_of
 from fengine.api.engine import Engine
 from fengine.api.info import hf_config
 from fengine.api.io_struct import EncodeReqInput
@@ -20,10 +20,13 @@ from fengine.api.score import ScoreReqInput, Scoring
 from fengine.server.answers import Plan, counted, new_id
 from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options
-from fengine.server.errors import ApiError, invalid, missing
+from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, whole
-from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, Truncation, prompt_ids, texts_or_ids
+from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, Truncation, texts_or_ids
 
+CUT: Fields = TRUNCATION | {
+    "truncation_side": one_of("The side that is cut off.", "left", "right", default="right"),  # as vLLM's
+}  # fmt: skip
 EMBEDDINGS: Fields = {
     **MODEL,
     "input": loose("A text, token ids, or a list of either."),
@@ -31,19 +34,19 @@ EMBEDDINGS: Fields = {
     "dimensions": loose("The first ones, normalised.", "integer"),
     "normalize": loose("vLLM's: vectors of length 1, or not; else as the checkpoint says.", "boolean"),
     **CHAT,
-    **TRUNCATION,
+    **CUT,
     **ADD_SPECIAL,
 }
 CLASSIFY: Fields = {
     **MODEL,
     "input": loose("A text, token ids, or a list of either."),
     "activation": flag("Probabilities, which add up to 1; false: the head's own numbers.", True),
-    **TRUNCATION,
+    **CUT,
     **ADD_SPECIAL,
 }
 PAIRS: dict[str, Field] = {
     "text_1": loose("vLLM's: a text, or a list."), "text_2": loose("vLLM's: a text, or a list of as many, or more."),
-    "activation": flag("vLLM's: the sigmoid of a cross-encoder's one label.", True),
+    "activation": flag("vLLM's: the sigmoid of a cross-encoder's one label.", True), **CUT,
 }  # fmt: skip
 SCORING: dict[str, Field] = {  # SGLang's
     "query": loose("A text, or token ids."), "items": loose("Texts, or lists of token ids."),
@@ -60,6 +63,7 @@ RERANK: Fields = {
     "top_n": whole("So many of the best.", 1, 1 << 20),
     "return_documents": flag("The documents beside their scores.", True),
     "activation": flag("vLLM's: scores between 0 and 1, under /rerank and /v2/rerank.", True),
+    **CUT,
 }
 ENCODE: Fields = MODEL | {
     f.name: loose("As Engine.encode's argument.") for f in fields(EncodeReqInput) if f.name != "external_trace_header"
@@ -89,15 +93,27 @@ def _inputs(given: Mapping[str, Any], engine: Engine) -> tuple[Any, int]:
     if not prompts or isinstance(prompts, list) and "" in prompts:
         raise invalid("input", "input must be no empty text, and have none.")
     add_special, cut = given["add_special_tokens"], _cut(given, engine)
+    if cut and kind == "input_ids":
+        rows = prompts if isinstance(prompts[0], list) else [prompts]
+        return [cut.cut(row, engine._parts.context_length) for row in rows], count
     if cut or not add_special:
-        prompts = prompt_ids(engine.tokenizer, kind, prompts, add_special, cut, engine._parts.context_length)
+        prompts = _ids([prompts] if isinstance(prompts, str) else prompts, engine, add_special, cut)
     return prompts, count
 
 
 def _cut(given: Mapping[str, Any], engine: Engine) -> Truncation | None:
     """Nothing is drawn, so the whole context is the prompt's. Errors: ApiError."""
     cut = Truncation.of(given)
-    return Truncation(engine._parts.context_length, cut.side) if cut and cut.tokens == -1 else cut
+    return Truncation(cut.most(engine._parts.context_length, 0), cut.side) if cut else None
+
+
+def _ids(texts: list[str], engine: Engine, add_special: bool, cut: Truncation | None) -> list[list[int]]:
+    """Of texts that are cut, with the special tokens that the tokenizer adds left whole, as transformers does. Errors:
+    InvalidRequestError and its kinds."""
+    pooling, classifies = pooling_of(engine._context), engine._parts.spec.num_labels is not None
+    limits = [most for most in (None if classifies else pooling.max_length, cut and cut.tokens) if most is not None]
+    how: Any = {"max_length": min(limits, default=None), "side": cut and cut.side, "add_special_tokens": add_special}
+    return [engine.tokenizer.encode(text, **how) for text in pooling.dressed(texts)]
 
 
 def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
@@ -166,6 +182,8 @@ def score(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     if given["text_1"] is not None or given["text_2"] is not None:
         return _pairs(given, engine, model)
     asked = {name: given[name] for name in SCORING if given[name] is not None}
+    if given["truncate_prompt_tokens"] is not None:
+        raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is for text_1 and text_2; cut the items.")
     spec = engine._parts.spec
     scoring = Scoring.of(ScoreReqInput(**asked), spec.num_labels is None, spec.vocab_size)
     if not scoring.prompts:
@@ -184,7 +202,9 @@ def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     if len(first) != len(second):
         raise invalid("text_2", f"text_2 must have as many texts as text_1 ({len(first)}), got {len(second)}.")
     crossed, pairs = engine._parts.spec.num_labels is not None, list(zip(first, second, strict=True))
-    request = EncodeReqInput(pair_ids(engine._context, pairs) if crossed else first + second)
+    cut, texts = _cut(given, engine), first + second
+    apart: Any = _ids(texts, engine, True, cut) if cut and not crossed else texts
+    request = EncodeReqInput(_pair_ids(engine, pairs, cut) if crossed else apart)
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         vectors = [output["embedding"] for output in _complete(outputs)]
@@ -196,6 +216,10 @@ def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Plan:
         return {**_head("score-", model), "data": data, "usage": _usage(outputs)}
 
     return Plan(request, len(first) if crossed else len(first) + len(second), answer)
+
+
+def _pair_ids(engine: Engine, pairs: list[Any], cut: Truncation | None) -> list[list[int]]:
+    return pair_ids(engine._context, pairs, cut.tokens, cut.side) if cut else pair_ids(engine._context, pairs)
 
 
 def _texts(given: Mapping[str, Any], name: str) -> list[str]:
@@ -239,7 +263,8 @@ def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> P
     documents, shows = given["documents"], given["return_documents"]
     if not isinstance(documents, list) or not documents:
         raise invalid("documents", f"documents must be a list of texts, not empty, got {documents!r:.80}.")
-    request = EncodeReqInput(pair_ids(engine._context, [[given["query"], document] for document in documents]))
+    pairs = [[given["query"], document] for document in documents]
+    request = EncodeReqInput(_pair_ids(engine, pairs, _cut(given, engine)))
 
     def answer(outputs: list[Output]) -> Any:
         scores = [_label(output["embedding"], jina and given["activation"]) for output in _complete(outputs)]

@@ -96,18 +96,21 @@ class Tokenizer:
             ) from None
         return text
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None, side: str | None = None
+    ) -> list[int]:
         """Ids of one text; special-token text in it is parsed as special, as transformers does. With `max_length` the
-        text is cut so that the ids with those added are no more. Errors: InvalidRequestError, ContextLengthError."""
+        text is cut, on a `side` or that of the tokenizer, so that the ids with those added are no more. Errors:
+        InvalidRequestError, ContextLengthError."""
         ids = self.ids_of([self.check_text(text)], add_special_tokens)[0]
         if max_length is None or len(ids) <= max_length:
             return ids
         encoding = self.backend.encode(text, add_special_tokens=False)
         added = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
-        encoding.truncate(max(0, max_length - added), direction=self.cut_side)
+        encoding.truncate(max(0, max_length - added), direction=side or self.cut_side)
         return self.backend.post_process(encoding, None, add_special_tokens).ids
 
-    def encode_pair(self, first: str, second: str, max_length: int) -> Encoding:
+    def encode_pair(self, first: str, second: str, max_length: int, side: str | None = None) -> Encoding:
         """Two checked texts, joined as the tokenizer joins them; the longer one is cut first so that the ids with those
         added are no more than `max_length`, then both to halves."""
         whole = self.backend.encode(first, second)
@@ -116,9 +119,9 @@ class Tokenizer:
         parts = [self.backend.encode(text, add_special_tokens=False) for text in (first, second)]
         room = max(0, max_length - self.backend.num_special_tokens_to_add(True))
         short, long = sorted(parts, key=lambda part: len(part.ids))
-        least = min(len(short.ids), room // 2)
-        short.truncate(least, direction=self.cut_side)
-        long.truncate(room - least, direction=self.cut_side)
+        least, side = min(len(short.ids), room // 2), side or self.cut_side
+        short.truncate(least, direction=side)
+        long.truncate(room - least, direction=side)
         return self.backend.post_process(parts[0], parts[1])
 
     def with_special_tokens(self, ids: list[int]) -> list[int]:

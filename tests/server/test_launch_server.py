@@ -79,8 +79,8 @@ def test_a_runtimes_settings_are_words() -> None:
 def test_what_is_the_servers_of_the_settings() -> None:
     given: dict[str, Any] = {"host": "::1", "port": 5, "api_key": "k", "skip_server_warmup": True, "warmups": "x"}
     assert launch_server.config_of(ServerArgs("box", **given)) == ServerConfig("::1", 5, "k", any_model_name=True)
-    told = launch_server.config_of(ServerArgs("box", admin_api_key="a"))  # type: ignore[call-arg]
-    assert told == ServerConfig(port=30000, admin_key="a", any_model_name=True)
+    told = launch_server.config_of(ServerArgs("box", admin_api_key="a", fastapi_root_path="/llm"))  # type: ignore[call-arg]
+    assert told == ServerConfig(port=30000, admin_key="a", root_path="/llm", any_model_name=True)
     chosen = ServerArgs("box", served_model_name="m", sampling_defaults="openai")
     assert launch_server.config_of(chosen) == ServerConfig(
         port=30000, model_name="m", any_model_name=True, sampling_defaults="openai"

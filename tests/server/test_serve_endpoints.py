@@ -21,6 +21,7 @@ from serving import Live, live, until
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.websockets import WebSocketDisconnect
+from transformers import AutoTokenizer
 
 from fengine.api.engine import Engine
 from fengine.api.streams import IndexQueue
@@ -30,7 +31,7 @@ from fengine.server.answers import usage_of
 from fengine.server.app import make_app
 from fengine.server.chat import chat_writer
 from fengine.server.choices import completion_writer, token_bytes
-from fengine.server.config import log_to_stderr
+from fengine.server.config import ServerConfig, check, log_to_stderr
 from fengine.server.endpoints import ENDPOINTS, open_api
 from fengine.server.errors import ApiError
 from fengine.server.gate import Access
@@ -268,9 +269,11 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
         assert server.ask("GET", "/health_generate").status == 200
         ids, chat = engine.tokenizer.encode(PROMPT), engine.chat_ids(CHAT)
         for given, meant in (
-            ({"input": [PROMPT, "a"], "truncate_prompt_tokens": 3}, [ids[-3:], engine.tokenizer.encode("a")]),
+            ({"input": [PROMPT, "a"], "truncate_prompt_tokens": 3}, [ids[:3], engine.tokenizer.encode("a")]),
+            ({"input": PROMPT, "truncate_prompt_tokens": 3, "truncation_side": "left"}, [[ids[0], *ids[-2:]]]),
+            ({"input": [ids], "truncate_prompt_tokens": 3, "truncation_side": "left"}, [ids[-3:]]),
             ({"input": PROMPT, "add_special_tokens": False}, [ids[1:]]),
-            ({"input": "a " * 900, "truncate_prompt_tokens": -1}, [engine.tokenizer.encode("a " * 900)[-1024:]]),
+            ({"input": "a " * 900, "truncate_prompt_tokens": -1}, [engine.tokenizer.encode("a " * 900)[:1024]]),
             ({"messages": CHAT}, [chat]),
             ({"messages": CHAT, "truncate_prompt_tokens": 4, "truncation_side": "right"}, [chat[:4]]),
         ):
@@ -286,6 +289,10 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
         assert (answer.status, answer.error["param"]) == (400, "model")
         answer = server.ask("POST", "/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 9999})
         assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens")
+        cut = post(server, "/score", {"text_1": PROMPT, "text_2": PROMPT[:9] + " else", "truncate_prompt_tokens": 3})
+        assert cut["data"][0]["score"] == pytest.approx(1) and cut["usage"]["prompt_tokens"] == 6
+        answer = server.ask("POST", "/pooling", {"input": "a"})
+        assert answer.status == 400 and "/v1/embeddings" in answer.error["message"]
         assert post(server, "/invocations", {"messages": CHAT})["object"] == "list"
         found = post(server, "/invocations", {"input": PROMPT})
         assert found["data"][0]["embedding"] == expected[0]["embedding"]
@@ -346,7 +353,50 @@ def test_a_cross_encoder_answers_in_three_forms(tmp_path: Path) -> None:
             assert [one["score"] for one in post(server, "/score", pairs)["data"]] == pytest.approx(sigmoids)
             bare = post(server, "/score", {**pairs, "activation": False})["data"]
             assert [one["score"] for one in bare] == raw
+            theirs = AutoTokenizer.from_pretrained(BOX)
+            for most, side in ((7, "right"), (9, "left"), (14, "right"), (40, "left")):
+                theirs.truncation_side = side
+                cut = theirs([query] * 3, documents, truncation=True, max_length=most)["input_ids"]
+                given = pairs | {"truncate_prompt_tokens": most, "truncation_side": side, "activation": False}
+                found = [one["score"] for one in post(server, "/score", given)["data"]]
+                assert found == [one["embedding"][0] for one in engine.encode(cut)]
+                given = asked | {"truncate_prompt_tokens": most, "truncation_side": side}
+                told = sorted((one["index"], one["score"]) for one in post(server, "/v1/rerank", given))
+                assert [score for _, score in told] == found
+            answer = server.ask("POST", "/score", pairs | {"truncate_prompt_tokens": 9999})
+            assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens")
             until(server.quiet)
+
+
+def test_an_engine_sleeps_for_who_has_the_admin_key(engine: Engine, server: Live) -> None:
+    asked, asleep = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}, {"is_sleeping": True}
+    before = post(server, "/v1/completions", asked)["choices"]
+    assert server.ask("POST", "/sleep").status == 401 and server.ask("GET", "/is_sleeping").json != asleep
+    answer = server.ask("POST", "/sleep?level=0", **KEY)
+    assert (answer.status, answer.error["param"]) == (400, "level")
+    parts = ("/wake_up?tags=weights", "/wake_up?tags=kv_cache")
+    for sleep, body, wakes in (("/sleep?level=1", None, ("/wake_up",)), ("/sleep", {"level": 2}, parts)):
+        assert server.ask("POST", sleep, body, **KEY).json == {"success": True}
+        assert server.ask("POST", "/v1/completions", asked).status == 503
+        for wake in wakes:
+            assert server.ask("GET", "/is_sleeping").json == asleep
+            assert server.ask("POST", wake, **KEY).status == 200
+        assert server.ask("GET", "/is_sleeping").json == {"is_sleeping": False}
+        assert post(server, "/v1/completions", asked)["choices"] == before
+
+
+def test_the_path_of_a_proxy_may_stand_before_every_path(engine: Engine) -> None:
+    with live(engine, root_path="/llm", api_key="user") as server:
+        key = {"Authorization": "Bearer user"}
+        for path in ("/v1/models", "/llm/v1/models", "/llm/v1/models/box"):
+            assert (server.ask("GET", path).status, server.ask("GET", path, **key).status) == (401, 200)
+        for path in ("/llmv1/models", "/other/v1/models", "/llm/llm/v1/models"):
+            assert server.ask("GET", path, **key).status == 404
+        assert server.ask("GET", "/llm/openapi.json").json["servers"] == [{"url": "/llm"}]
+        until(server.quiet)
+    assert check(ServerConfig(root_path="/a/b")) == []
+    for bad in ("llm", "/llm/", "/"):
+        assert "serve.root_path" in check(ServerConfig(root_path=bad))[0]
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -645,6 +695,12 @@ REFUSED = [
     ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
     ("/v1/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ("/v1/completions", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+    (
+        "/v1/score",
+        {"query": "a", "items": ["b"], "label_token_ids": [1], "truncate_prompt_tokens": 2},
+        "truncate_prompt_tokens",
+    ),
     ("/v1/completions", {"truncation_side": "middle"}, "truncation_side"),
     ("/v1/completions", {"bad_words": [3]}, "bad_words"),
     ("/v1/completions", {"bad_words": ["a"], "logit_bias": [1]}, "logit_bias"),
