@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
+from fengine.config import CacheConfig
 from fengine.engine.request_state import RequestState
 from fengine.errors import FengineError
 
@@ -42,14 +43,17 @@ SINGLE = (  # name, kind, key of the values, help
 HISTOGRAMS = {  # name: (buckets, help)
     "time_to_first_token_seconds": (SECONDS, "From arrival to the first token."),
     "time_per_output_token_seconds": (SECONDS, "Mean time between the tokens of a request, behind the first."),
+    "inter_token_latency_seconds": (SECONDS, "The same, once for each of these tokens."),
     "request_queue_time_seconds": (SECONDS, "From arrival to the first step."),
+    "request_inference_time_seconds": (SECONDS, "From the first step to the end."),
     "request_prefill_time_seconds": (SECONDS, "From the first step to the first token."),
     "request_decode_time_seconds": (SECONDS, "From the first token to the end."),
     "e2e_request_latency_seconds": (SECONDS, "From arrival to the end."),
     "request_prompt_tokens": (TOKENS, "Tokens of a prompt."),
     "request_generation_tokens": (TOKENS, "Tokens drawn for a request."),
+    "request_params_n": (TOKENS, "Samples that a row's request asked for."),
+    "request_params_max_tokens": (TOKENS, "The most tokens that a row might draw."),
 }
-
 
 ALIASES = {  # what dashboards of SGLang and vLLM call the same; SINGLE's, HISTOGRAMS' and those of reasons
     "num_requests_running": ("sglang:num_running_reqs", "vllm:num_requests_running"),
@@ -68,21 +72,24 @@ ALIASES = {  # what dashboards of SGLang and vLLM call the same; SINGLE's, HISTO
     "time_to_first_token_seconds": ("sglang:time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
     "time_per_output_token_seconds": ("sglang:time_per_output_token_seconds", "vllm:time_per_output_token_seconds"),
     "request_queue_time_seconds": ("sglang:queue_time_seconds", "vllm:request_queue_time_seconds"),
-    "request_prefill_time_seconds": ("vllm:request_prefill_time_seconds",),
-    "request_decode_time_seconds": ("vllm:request_decode_time_seconds",),
+    "inter_token_latency_seconds": ("sglang:inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
     "e2e_request_latency_seconds": ("sglang:e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
-    "request_prompt_tokens": ("vllm:request_prompt_tokens",),
-    "request_generation_tokens": ("vllm:request_generation_tokens",),
     "request_success_total": ("sglang:num_requests_total", "vllm:request_success_total"),
-}
+} | {
+    name: (f"vllm:{name}",)
+    for name in ("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
+                 "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
+                 "iteration_tokens_total", "cache_config_info")
+}  # fmt: skip
 
 
 class Meter:
     """Counts requests as they end. `model` is a label of the names that others have. Used in the event loop's thread
     only."""
 
-    def __init__(self, model: str = "") -> None:
+    def __init__(self, model: str = "", cache: CacheConfig | None = None) -> None:
         self.label = "model_name=" + json.dumps(model, ensure_ascii=False)
+        self.cache = cache or CacheConfig()
         self.counts = {
             name: [0] * (len(bounds) + 1) for name, (bounds, _) in HISTOGRAMS.items()
         }  # of each bucket alone
@@ -90,9 +97,9 @@ class Meter:
         self.finished: Counter[str] = Counter()
         self.answers: Counter[tuple[str, int]] = Counter()
 
-    def _add(self, name: str, value: float) -> None:
-        self.counts[name][bisect_left(HISTOGRAMS[name][0], value)] += 1
-        self.sums[name] += value
+    def _add(self, name: str, value: float, times: int = 1) -> None:
+        self.counts[name][bisect_left(HISTOGRAMS[name][0], value)] += times
+        self.sums[name] += value * times
 
     def ended(self, state: RequestState) -> None:
         """Counts one row of a request, however it ended."""
@@ -100,6 +107,8 @@ class Meter:
         self.finished["error" if state.error is not None else "abort" if finish is None else finish["type"]] += 1
         self._add("request_prompt_tokens", state.request.prompt_len)
         self._add("request_generation_tokens", drawn)
+        self._add("request_params_n", state.request.params.n)
+        self._add("request_params_max_tokens", state.request.max_new_tokens)
         if state.started is not None:
             self._add("request_queue_time_seconds", state.started - state.submitted)
             if state.first_token is not None:
@@ -108,11 +117,14 @@ class Meter:
             self._add("time_to_first_token_seconds", state.first_token - state.submitted)
         if state.finished is not None:
             self._add("e2e_request_latency_seconds", state.finished - state.submitted)
+            if state.started is not None:
+                self._add("request_inference_time_seconds", state.finished - state.started)
             if state.first_token is not None:
                 decoding = state.finished - state.first_token
                 self._add("request_decode_time_seconds", decoding)
                 if drawn > 1:
                     self._add("time_per_output_token_seconds", decoding / (drawn - 1))
+                    self._add("inter_token_latency_seconds", decoding / (drawn - 1), drawn - 1)
 
     def _labelled(self, sample: str) -> str:
         """A sample with the model's label, too. Pure."""
@@ -135,6 +147,13 @@ class Meter:
             family(name, kind, help_, [f" {values[key]}"])
         ends = [f'{{finished_reason="{reason}"}} {n}' for reason, n in sorted(self.finished.items())]
         family("request_success_total", "counter", "Requests that have ended, by reason.", ends)
+        facts = {"block_size": self.cache.page_size, "cache_dtype": self.cache.kv_cache_dtype,
+                 "enable_prefix_caching": self.cache.prefix_cache, "num_gpu_blocks": stats["pages_total"]}  # fmt: skip
+        told = ",".join(f'{name}="{value}"' for name, value in facts.items())
+        family("cache_config_info", "gauge", "Of the KV pool.", [f"{{{told}}} 1"])
+        steps, tokens = stats["steps"], values["prompt_tokens"] + stats["output_tokens"]
+        of_steps = [f'_bucket{{le="+Inf"}} {steps}', f"_sum {tokens}", f"_count {steps}"]
+        family("iteration_tokens_total", "histogram", "Tokens of ended prompts and drawn tokens, by step.", of_steps)
         answers = [f'{{path="{path}",status="{code}"}} {n}' for (path, code), n in sorted(self.answers.items())]
         family("http_requests_total", "counter", "HTTP requests answered.", answers)
         for name, (bounds, help_) in HISTOGRAMS.items():

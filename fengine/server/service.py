@@ -60,7 +60,7 @@ class Service:
         """Errors: ModelLoadError for a bad generation_config.json."""
         self.engine, self.config = engine, config
         self.model, self.context = config.model_name or str(engine.config.model.path), engine._parts.context_length
-        self.meter = Meter(self.model)
+        self.meter = Meter(self.model, engine.config.cache)
         self.fingerprint, self.created = fingerprint_of(engine), int(time.time())
         model_dir = engine._parts.model_dir
         self.sampling_defaults = {} if config.sampling_defaults == "openai" else read_sampling_defaults(model_dir)

@@ -343,6 +343,10 @@ def test_metrics_count(server: Live, client: Any) -> None:
         ('e2e_request_latency_seconds_bucket{le="+Inf"}', 2),
         ("time_to_first_token_seconds_count", 2),
         ("request_generation_tokens_sum", 10),
+        ("inter_token_latency_seconds_count", 8),
+        ("request_inference_time_seconds_count", 2),
+        ("request_params_n_sum", 2),
+        ("request_params_max_tokens_sum", 10),
         ('http_requests_total{path="/v1/completions",status="200"}', 1),
         ('http_requests_total{path="other",status="404"}', 1),
     ):
@@ -352,6 +356,11 @@ def test_metrics_count(server: Live, client: Any) -> None:
     counted = 'vllm:request_success_total{model_name="box",finished_reason="length"}'
     assert after[counted] == after['fengine:request_success_total{finished_reason="length"}']
     assert after['sglang:time_to_first_token_seconds_bucket{model_name="box",le="+Inf"}'] >= 2
+    tokens = after["fengine:request_prompt_tokens_sum"] + after["fengine:generation_tokens_total"]
+    assert after['vllm:iteration_tokens_total_sum{model_name="box"}'] == tokens
+    assert after['vllm:iteration_tokens_total_count{model_name="box"}'] == after["fengine:steps_total"]
+    (pool,) = [name for name in after if name.startswith("vllm:cache_config_info")]
+    assert f'num_gpu_blocks="{after["fengine:kv_cache_pages"]:.0f}"' in pool and 'block_size="16"' in pool
     assert after["fengine:up"] == 1 and after["fengine:http_open_rows"] == 0
     buckets = [v for k, v in after.items() if k.startswith("fengine:e2e_request_latency_seconds_bucket")]
     assert buckets == sorted(buckets)
