@@ -24,11 +24,11 @@ import jsonschema
 import numpy as np
 from jsonschema.validators import validator_for
 
+from fengine.core.masks import MaskRow
 from fengine.errors import GrammarError
 from fengine.structured_output import masks
 from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabulary
 from fengine.structured_output.schema import Whitespace
-from fengine.core.masks import MaskRow
 
 WALKS, LONGEST = 3, 200  # random texts of a schema, and their tokens
 WORDS = 128_000
