@@ -75,7 +75,7 @@ def check(config: ServerConfig) -> list[str]:
         problems.append(f"serve.port must be in [0, 65535], got {config.port}; 0 takes a free one")
     if not config.host.strip():
         problems.append("serve.host must name an address: 127.0.0.1, or 0.0.0.0 for every address of this machine")
-    if config.root_path and not re.fullmatch(r"(/[\w.~-]+)+", config.root_path):
+    if not re.fullmatch(r"(/[\w.~-]+)*", str(config.root_path)):
         problems.append(f"serve.root_path must be like /llm, without a / at its end, got {config.root_path!r}")
     for name in ("api_key", "admin_key", "model_name"):
         if values[name] is not None and not values[name].strip():
