@@ -50,7 +50,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
         config | {"rope_theta": config.get("global_rope_theta") or 160_000.0},
         160_000.0, config.get("local_rope_theta") or 10_000.0,
     )  # fmt: skip
-    part, act = ConfigReader({"rope_parameters": near}), GELU_ALL.get(config["hidden_activation"], "")
+    part, act = ConfigReader({"rope_parameters": near}), GELU_ALL.get(config["hidden_activation"] or "gelu", "")
     spec = decoder_spec(
         config | {"rms_norm_eps": eps, "rope_parameters": far} | UNREAD,
         activation=("hidden_activation", tuple(GELU_ALL)), act=act, causal=False,

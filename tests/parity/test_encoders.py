@@ -229,6 +229,15 @@ def test_the_files_of_a_cross_encoder(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps(files[name]))
 
 
+@pytest.mark.parametrize(("name", "key"), [("bert", "hidden_act"), ("modernbert", "hidden_activation")])
+def test_null_is_the_default_activation(name: str, key: str) -> None:
+    base, overrides = CASES[name]
+    config = getattr(transformers, f"{base}Config")(**(SIZES | overrides)).to_dict() | {
+        "architectures": [f"{base}Model"]
+    }
+    assert spec_from_config(config | {key: None}) == spec_from_config(config)
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
     ("bert", {"is_decoder": True}, "is_decoder"),
