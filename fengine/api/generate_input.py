@@ -59,11 +59,14 @@ class GenerateReqInput:
     input_embeds: Any = field(default=None, kw_only=True, metadata={"call": False})
 
 
+DEFAULTS = {f.name: f.default for f in fields(GenerateReqInput)}
+
+
 def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[list[GenerateReqInput], bool]:
     """A call of one prompt for each of them, and whether it was a single one with a single sample. Nothing of a prompt
     is checked against the model; `rid` is a tuple with one for each sample. `preferred` are sampling parameters that
     hold where the call gives none. Errors: InvalidRequestError, UnsupportedFeatureError."""
-    given: dict[str, Any] = {f.name: v for f in fields(req) if (v := getattr(req, f.name)) is not f.default}
+    given: dict[str, Any] = {name: v for name, default in DEFAULTS.items() if (v := getattr(req, name)) is not default}
     own = {"input_ids": plain_ids, "image_data": lambda value: value}
     given = {name: own.get(name, plain)(value) for name, value in given.items()}
     if not checks.NOT_BUILT.keys().isdisjoint(given):

@@ -158,11 +158,12 @@ class ChatWriter(ChoiceWriter):
         found = self.parsers[index].feed(output["text"], last=finish_reason(output) is not None)
         if self.thoughts:
             self.thoughts[index].feed(output["output_ids"])
-        content = found.content + "".join(call.text for call in found.calls if call.problem)
+        content = found.content + "".join([call.text for call in found.calls if call.problem])
         named = {"reasoning_content": found.reasoning, "content": content}
         if not self.chat.separate_reasoning:
             named = {"content": found.reasoning + content}
-        return {k: v for k, v in named.items() if v} | self._calls(index, found.calls, streamed)
+        told = {k: v for k, v in named.items() if v}
+        return told | self._calls(index, found.calls, streamed) if found.calls else told
 
     def _calls(self, index: int, calls: tuple[ToolCall, ...], streamed: bool) -> dict[str, Any]:
         begun, good = self.called[index], [call for call in calls if not call.problem]

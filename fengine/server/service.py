@@ -18,6 +18,7 @@ from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.api.streams import OutputCollector
+from fengine.api.weights import lora_adapters
 from fengine.core.parameter_kinds import MAX_BIAS
 from fengine.server.answers import Plan
 from fengine.server.config import ServerConfig
@@ -224,7 +225,7 @@ class Service:
     def adapter_of(self, body: Body) -> str | None:
         """The LoRA adapter that a body's model is; None: the model itself, which it is without a name or as "default".
         An adapter's name may stand behind the model's, with a colon. Errors: ApiError (400, 404)."""
-        name, adapters = "default" if body.get("model") is None else body["model"], self.engine.lora_adapters()
+        name, adapters = "default" if body.get("model") is None else body["model"], lora_adapters(self.engine)
         if not isinstance(name, str):
             raise invalid("model", f"model must be a string, got {name!r:.80}.")
         adapter = name.removeprefix(f"{self.model}:")
