@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fengine.errors import StorageError
+
 
 def finalize(owner: Any, end: Callable[..., Any], *given: Any, **named: Any) -> weakref.finalize:  # type: ignore[type-arg]
     """As `weakref.finalize`: calls `end` once, when the owner is collected, this process exits, or it is called."""
@@ -22,5 +24,9 @@ class Folder:
     """A new folder that only this user can read. `cleanup` removes it with what it holds; so does the end."""
 
     def __init__(self, prefix: str = "fengine-", parent: str | None = None) -> None:
-        self.name = tempfile.mkdtemp(prefix=prefix, dir=parent)
+        """Errors: StorageError."""
+        try:
+            self.name = tempfile.mkdtemp(prefix=prefix, dir=parent)
+        except OSError as error:
+            raise StorageError(f"no temporary folder can be made: {error}; make room for one, or set TMPDIR") from error
         self.cleanup = finalize(self, shutil.rmtree, self.name, ignore_errors=True)

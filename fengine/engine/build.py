@@ -35,7 +35,7 @@ from fengine.engine.profiling import Profile
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.engine.workers import Features, Worker, make_worker, pool_of
-from fengine.errors import FengineError, OutOfMemoryError
+from fengine.errors import ConfigError, FengineError, OutOfMemoryError
 from fengine.models.kv_state import KVState
 from fengine.models.spec import ModelSpec
 from fengine.ops.compiler import private_cache_dir
@@ -190,7 +190,10 @@ def make_scheduler(
 def use_private_caches() -> None:
     """Keeps torch's and Triton's compiled code in a directory that only this user can write. Modifies: os.environ,
     where they look; a value that the user has set stays, torch's own default in the shared /tmp does not."""
-    root, shared = private_cache_dir(), os.path.join(tempfile.gettempdir(), "torchinductor_")
+    try:
+        root, shared = private_cache_dir(), os.path.join(tempfile.gettempdir(), "torchinductor_")
+    except FileNotFoundError as error:  # none of those that Python looks for can be written
+        raise ConfigError(f"{error.strerror}; make room in one, or set TMPDIR") from error
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared).startswith(shared):
         name = f"inductor-{sources_digest()[:16]}"  # compiled code calls our ops by their arguments of that state
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / name)

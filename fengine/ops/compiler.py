@@ -77,7 +77,7 @@ def find_compiler() -> list[str]:
 
 def build(name: str, sources: list[Path], headers: list[Path]) -> Path:
     """The shared library made from `sources`, from the cache or newly compiled for this very CPU. Errors: ConfigError
-    without a working compiler, CacheSecurityError for an unsafe cache directory."""
+    without a working compiler or room, CacheSecurityError for an unsafe cache directory."""
     compiler = find_compiler()
     cache = private_cache_dir()
     key = _key(compiler, [*sources, *headers])
@@ -85,11 +85,16 @@ def build(name: str, sources: list[Path], headers: list[Path]) -> Path:
         if candidate.name == f"{name}-{key}-{_digest(candidate)}.so":
             return candidate
         candidate.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
-        output = Path(folder) / "library.so"
-        _compile(compiler, sources, output)
-        path = cache / f"{name}-{key}-{_digest(output)}.so"
-        output.replace(path)
+    try:
+        with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
+            output = Path(folder) / "library.so"
+            _compile(compiler, sources, output)
+            path = cache / f"{name}-{key}-{_digest(output)}.so"
+            output.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"compiled code cannot be kept in {cache}: {error}; make room, or set XDG_CACHE_HOME"
+        ) from error
     return path
 
 

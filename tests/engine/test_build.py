@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,12 +15,14 @@ import torch
 from fengine import Engine
 from fengine.api.features import FEATURES
 from fengine.config import CacheConfig, EngineConfig, Hardware, LoadFormat, ModelConfig, SchedulerConfig, resolve
+from fengine.core.owned import Folder
 from fengine.engine.build import build
 from fengine.engine.parts import compile_count
 from fengine.errors import (
     ConfigError,
     ModelLoadError,
     OutOfMemoryError,
+    StorageError,
     UnsupportedArchitectureError,
     UnsupportedFeatureError,
 )
@@ -241,6 +244,16 @@ def test_memory_that_ends_while_an_engine_is_made_is_one_error(tmp_path: Path) -
     """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert told.stdout.split("\n")[:-1] == ["1 True", "9 True", "20 True", "40 True"], told.stderr
+
+
+def test_no_temporary_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    with pytest.raises(ConfigError, match="No usable temporary directory.*set TMPDIR"):
+        Engine(model_path="box")
+    with pytest.raises(StorageError, match="No usable temporary directory.*set TMPDIR"):
+        Folder()
 
 
 def test_no_compiler_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

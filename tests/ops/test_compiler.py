@@ -1,5 +1,6 @@
 """Building C sources: a private cache, damaged files, several processes, compilers that fail."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -104,6 +105,17 @@ def test_no_home_directory_is_a_configuration_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Path, "home", home)
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
         compiler.private_cache_dir()
+
+
+def test_a_cache_without_room_is_a_configuration_error(
+    cache_home: Path, small_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compiler.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(ConfigError, match=f"{cache_home}.*No space left.*set XDG_CACHE_HOME"):
+        compiler.build("small", [small_source], [])
 
 
 def test_a_cc_that_is_no_command_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
