@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fengine.errors import InvalidRequestError
+from fengine.errors import FengineError, InvalidRequestError
 
 CHILD = Path(__file__).with_name("decode_child.py")
 PATIENCE = 20.0  # seconds that one image may take
@@ -23,7 +23,7 @@ class Decoder:
         self._process: subprocess.Popen[bytes] | None = None
 
     def decode(self, data: bytes) -> np.ndarray:
-        """uint8 [height, width, 3]. Errors: InvalidRequestError with the reason."""
+        """uint8 [height, width, 3]. Errors: InvalidRequestError with the reason; FengineError if no process starts."""
         with self._lock:
             process, late = self._running(), threading.Event()
 
@@ -57,10 +57,13 @@ class Decoder:
 
     def _running(self) -> "subprocess.Popen[bytes]":
         if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(CHILD), str(self.most_pixels)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", str(CHILD), str(self.most_pixels)], stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+            except OSError as error:
+                raise FengineError(f"no process can be started to decode images: {error.strerror}") from error
         return self._process
 
     def _stop(self) -> None:

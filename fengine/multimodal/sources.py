@@ -46,7 +46,11 @@ class Sources:
             except (Refused, OSError, ValueError) as error:
                 raise InvalidRequestError(str(error)) from error
         if hasattr(item, "__array__") or hasattr(item, "__array_interface__"):
-            return self._of_array(np.asarray(item))
+            try:
+                array = np.asarray(item)
+            except Exception as error:  # whatever a class of its own raises
+                raise InvalidRequestError(f"it cannot be read as an array: {type(error).__name__}: {error}") from error
+            return self._of_array(array)
         data = bytes(item) if isinstance(item, (bytes, bytearray, memoryview)) else self._bytes(item, inside)
         self._check_size(len(data))
         return self.decoder.decode(data)

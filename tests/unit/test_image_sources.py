@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -20,7 +21,7 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
 from fengine.config import MultimodalConfig
-from fengine.errors import InvalidRequestError, UnsupportedFeatureError
+from fengine.errors import FengineError, InvalidRequestError, UnsupportedFeatureError
 from fengine.multimodal.decoder import Decoder
 from fengine.multimodal.fetch import fetch, is_public
 from fengine.multimodal.sources import Sources
@@ -100,10 +101,16 @@ def test_hostile_files_are_refused_and_the_next_one_is_read(sources: Sources, tm
         sources.pixels(tmp_path / "large.png")
 
 
+class Broken:
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise KeyError("no pixels")
+
+
 @pytest.mark.parametrize(
     "item, why",
     [
         (5, "it must be a path"),
+        (Broken(), "cannot be read as an array: KeyError: 'no pixels'"),
         (PIXELS.astype(np.float32), "must be uint8"),
         (np.zeros((0, 4, 3), np.uint8), "no pixels"),
         (np.zeros((201, 1), np.uint8), "1 × 201 pixels; one side"),
@@ -166,6 +173,18 @@ def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
     assert decoder.decode(encoded()).shape == (5, 7, 3)
     decoder.close()
     assert process.poll() is not None
+
+
+def test_a_decoder_that_cannot_start_is_told_and_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    decoder = Decoder(10_000, patience=60.0)
+    with monkeypatch.context() as patch, pytest.raises(FengineError, match="Too many open files"):
+        patch.setattr("fengine.multimodal.decoder.subprocess.Popen", full)
+        decoder.decode(encoded())
+    assert np.array_equal(decoder.decode(encoded()), PIXELS)
+    decoder.close()
 
 
 def test_a_process_that_is_killed_as_it_answers_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
