@@ -199,6 +199,11 @@ def test_what_is_refused(cli: Any, words: list[str], said: str, capsys: pytest.C
 # -- which rows, and how much of them ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("score", "kind"), [(True, 2), (1.0, 2), (0.5, 1), (0, 1), ("a", 3)])
+def test_a_row_is_right_where_all_its_samples_are(score: Any, kind: int) -> None:
+    assert report_rows.kind_of({"scores": {"exact_match": score}}) == kind
+
+
 def test_rows_are_chosen_by_kind_and_evenly() -> None:
     kinds = [0] * 10 + [1] * 3000 + [2] * 90_000
     kept = report_rows.chosen(kinds, 1000)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tokenizer_cases import Made
+from tokenizer_cases import FAST, Made, byte_level, save
 from transformers import AutoTokenizer
 
 from fengine.errors import (
@@ -297,6 +297,27 @@ def test_special_text_in_contents_is_text(made, tmp_path, name, case):
         )
         if case == "byte_level_bos":  # a tokenizer that loses nothing: the ids spell the rendered text
             assert ours.decode(ids, skip_special_tokens=False) == ours.apply_chat_template(chat)
+
+
+def test_a_token_of_the_template_is_found_behind_text_that_looks_like_another(tmp_path):
+    """The content's end and the template's beginning spell `ab`, which is none; `bc`, which the template wrote, is."""
+    backend = byte_level()
+    backend.add_special_tokens(["ab", "bc"])
+    folder = save(tmp_path, backend, {**FAST, "chat_template": "{{ messages[0].content }}bc"})
+    ids = Tokenizer.from_directory(folder).encode_chat([{"role": "user", "content": "xa"}])
+    assert ids == [*backend.encode("xa").ids, backend.token_to_id("bc")]
+
+
+def test_the_last_message_goes_on_where_its_own_text_ends(made, tmp_path):
+    ours, theirs = chat_tokenizer(made, tmp_path, CHATML)
+    chat = [{"role": "assistant", "content": "Yes"}, {"role": "user", "content": "Yes"}]
+    ids = ours.encode_chat(chat, continue_final_message=True, add_generation_prompt=False)
+    assert ids == hf_ids(theirs, chat, continue_final_message=True)
+
+
+def test_no_template_draws_at_random(made):
+    with pytest.raises(ChatTemplateError, match="lipsum"):
+        made("byte_level")[1].with_chat_template("{{ lipsum() }}").apply_chat_template(CHATS[0])
 
 
 @pytest.mark.parametrize("case", ["byte_level_bos", "qwen2", "llama2"])

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizer_cases import CASES, TEXTS, Made, byte_level, fuzzed, save
+from tokenizer_cases import CASES, FAST, TEXTS, Made, byte_level, fuzzed, save
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
@@ -61,6 +61,14 @@ def test_ids_of_special_tokens(made):
 def test_imports_neither_torch_nor_transformers():
     code = "import sys, fengine.tokenizer.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+@pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}])
+def test_which_of_two_files_names_a_token(tmp_path, more):
+    folder = save(tmp_path, byte_level(), {**FAST, **more})
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|im_start|>"}')
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert Tokenizer.from_directory(folder).special_tokens["eos_token"] == theirs.eos_token
 
 
 # -- bad directories and texts ---------------------------------------------------------------------------------------
