@@ -131,6 +131,8 @@ def test_what_was_used_longest_ago_is_no_longer_known() -> None:
         asked = [rng.randrange(5) * 10 + i for i in range(5)]
         missing = (i for i, key in enumerate(asked) if key not in order)
         assert list(replica.known) == order and replica.hit(asked) == next(missing, 5)
+    replica.end(EngineDeadError("it was killed"))
+    assert not replica.known  # its pages went with its process
 
 
 def test_the_choice_is_who_knows_most_of_those_about_as_busy_as_the_least() -> None:
@@ -251,7 +253,7 @@ def test_an_adapter_that_is_gone_is_not_told_again(calls: Calls) -> None:
         calls.core.ask("adapters", "load", f"a{i}", "path", False, i)
     for i in (2, 0):
         calls.core.ask("adapters", "unload", f"a{i}", i)
-    assert [command[1:3] for command in calls.core._kept.values()] == [["load", ("a1", "path", False, 1)]]
+    assert [command[1:3] for command in calls.core._kept.commands] == [["load", ["a1", "path", False, 1]]]
 
 
 def test_without_a_replica_there_is_no_engine(calls: Calls) -> None:
