@@ -1,5 +1,6 @@
 """Where requests go among replicas, and what the first process makes of their words: those of processes by hand."""
 
+import json
 import queue
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -7,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from fengine.config import EngineConfig, ParallelConfig
@@ -14,7 +16,7 @@ from fengine.core.plain import from_plain
 from fengine.core.request import Request, SamplingParams, Status
 from fengine.engine.parallel import replicas
 from fengine.engine.parallel.child import NOTHING
-from fengine.engine.parallel.progress import progress
+from fengine.engine.parallel.progress import progress, take
 from fengine.engine.parallel.replicas import Replicas, joined
 from fengine.engine.parallel.routing import BLOCK, SLACK, Replica, chosen, prefix_keys
 from fengine.engine.request_state import RequestOutput, RequestState
@@ -118,6 +120,30 @@ def test_keys_are_those_of_whole_blocks_behind_the_same_tokens_and_salt() -> Non
             meant = (request.cache_salt, *ids[: (i + 1) * BLOCK])
             assert known.setdefault(meant, key) == key
     assert len(set(known.values())) == len(known) > 100
+
+
+def test_what_is_told_in_pieces_is_the_whole() -> None:
+    """Tokens and what belongs to them come at any pace, and each once; what is whole is told again where it changed."""
+
+    def state() -> RequestState:
+        return RequestState(Request("r", 2, [1, 2], SamplingParams(), 0, 1, frozenset()), None, False, lambda _: None)
+
+    rng, here, there, sent = random.Random(5), state(), state(), dict[str, Any]()
+    for _ in range(40):
+        for _ in range(rng.randrange(4)):
+            here.request.logprobs.append(-rng.random())
+            here.request.token_ids.append(rng.randrange(9))
+            here.output_top.append([(-rng.random(), rng.randrange(9))])
+            here.hidden.append(np.full(3, rng.random(), np.float32))
+        here.request.num_cached = rng.randrange(2)
+        take(there, json.loads(json.dumps(progress(here, sent))))
+    assert there.request.token_ids == here.request.token_ids and there.request.logprobs == here.request.logprobs
+    assert there.output_top == here.output_top and there.request.num_cached == here.request.num_cached
+    assert np.array_equal(there.hidden, here.hidden)
+    there.error = first = EngineDeadError("its process was killed")
+    here.error = EngineDeadError("another word")
+    take(there, progress(here, sent))
+    assert there.error is first
 
 
 def test_what_was_used_longest_ago_is_no_longer_known() -> None:
