@@ -21,6 +21,13 @@ CHOICES = {
     "log": ("text", "json", "none"),
     "log_level": ("debug", "info", "warning", "error"),
 }
+TEXTS = {  # the pattern of each, and what is told of others
+    "host": (r"(?s).*\S.*", "must name an address: 127.0.0.1, or 0.0.0.0 for every address of this machine"),
+    "root_path": (r"(/[\w.~-]+)*", "must be like /llm, without a / at its end"),
+    **dict.fromkeys(
+        ("api_key", "admin_key", "model_name"), (r"(?s).*\S.*", "must not be empty; leave it out for its default")
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,9 @@ def check(config: ServerConfig) -> list[str]:
             problems.append(f"serve.{name} must be positive{told[0]}, got {values[name]}{told[1]}")
     if config.port > 65535:
         problems.append(f"serve.port must be in [0, 65535], got {config.port}; 0 takes a free one")
-    if not config.host.strip():
-        problems.append("serve.host must name an address: 127.0.0.1, or 0.0.0.0 for every address of this machine")
-    if not re.fullmatch(r"(/[\w.~-]+)*", str(config.root_path)):
-        problems.append(f"serve.root_path must be like /llm, without a / at its end, got {config.root_path!r}")
-    for name in ("api_key", "admin_key", "model_name"):
-        if values[name] is not None and not values[name].strip():
-            problems.append(f"serve.{name} must not be empty; leave it out for its default")
+    for name, (pattern, told_of) in TEXTS.items():
+        if not re.fullmatch(pattern, str(values[name])):
+            problems.append(f"serve.{name} {told_of}, got {values[name]!r}")
     for name, choices in CHOICES.items():
         if values[name] not in choices:
             problems.append(f"serve.{name} must be one of {', '.join(choices)}, got {values[name]!r}")
