@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from fengine.api.arguments import takes
 from fengine.api.encode import encode_requests, pair_ids, rerank_scores
 from fengine.api.generate_checks import refuse_not_built
@@ -50,7 +52,7 @@ class ScoreResult(list[list[float]]):
     ) -> None:  # fmt: skip
         super().__init__(scores)
         self.prompt_tokens = prompt_tokens
-        self.pooled_hidden_states = pooled_hidden_states  # one vector per item
+        self.pooled_hidden_states = pooled_hidden_states  # one tensor [D] per item, in CPU memory
         self.token_logprobs = token_logprobs  # as scores: the logprobs they were made from
 
     @property
@@ -105,7 +107,8 @@ class Scoring:
             raise AbortedError("a request of this score call was aborted, so its scores are not known; call it again.")
         rows = [self._row(output) for output in outputs]
         tokens = sum(output["meta_info"]["prompt_tokens"] for output in outputs)
-        pooled, kept = [output["embedding"] for output in hidden], rows if self.req.return_token_logprobs else None
+        pooled = [torch.tensor(output["embedding"]) for output in hidden]
+        kept = rows if self.req.return_token_logprobs else None
         return ScoreResult([self._score(row) for row in rows], tokens, pooled or None, kept)
 
     def _row(self, output: Any) -> list[float]:

@@ -78,7 +78,7 @@ def test_a_classifier_gives_its_logits() -> None:
     soft = scoring(generates=False, apply_softmax=True, return_pooled_hidden_states=True).result(heads, hidden)
     powers = [math.exp(value) for value in (1.0, -3.0, 0.5)]
     assert soft[0] == pytest.approx([power / sum(powers) for power in powers])
-    assert soft.pooled_hidden_states == [[0.25] * 4]
+    assert [one.tolist() for one in soft.pooled_hidden_states] == [[0.25] * 4]
     aborted = {"meta_info": {"prompt_tokens": 6, "finish_reason": {"type": "abort"}}}
     for parts in ([heads[0] | aborted], hidden), (heads, [hidden[0] | aborted]):
         with pytest.raises(AbortedError):
@@ -302,7 +302,7 @@ def test_a_classifier_scores_and_reranks(tmp_path: Path) -> None:
         assert logits == [output["embedding"] for output in llm.encode([QUERY + item for item in ITEMS])]
         assert logits.pooled_hidden_states is not None
         score = safetensors.torch.load_file(three / "model.safetensors")["score.weight"]
-        hidden = torch.tensor(logits.pooled_hidden_states)
+        hidden = torch.stack(logits.pooled_hidden_states)
         assert torch.allclose(hidden @ score.T, torch.tensor(logits), atol=1e-5)
         soft = asyncio.run(llm.async_score(QUERY, ITEMS, apply_softmax=True))
         assert torch.allclose(torch.tensor(soft), torch.tensor(logits).softmax(-1), atol=1e-6)
