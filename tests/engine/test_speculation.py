@@ -90,8 +90,9 @@ def test_what_fails_is_tried_less_and_less_often() -> None:
         assert trust.size == 1 and trust.resume_at == 100 + 2 ** min(misses, PATIENCE)
     trust.learn(1, 1, known=300)
     assert (trust.size, trust.misses, trust.resume_at) == (3, 0, 0)
-    trust.learn(1, 1, known=305)  # no more was asked for: that tells nothing against three
-    assert trust.size == 3
+    trust.learn(3, 3, known=303)
+    trust.learn(1, 1, known=305)  # no more was asked for: that tells nothing against seven
+    assert trust.size == 7
     trust.learn(3, 2, known=310)
     assert (trust.size, trust.misses) == (2, 0)
 
