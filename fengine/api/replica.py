@@ -144,7 +144,7 @@ def read_by(parts: Parts) -> dict[str, Any]:
 
 def serve(link: Link, start: dict[str, Any]) -> None:
     """Until the process ends. What fails at the start is told."""
-    link.folder = tempfile.tempdir = start["folder"]  # what it leaves, killed at any moment, goes with all
+    tempfile.tempdir = start["folder"]  # what it leaves, killed at any moment, goes with all
     try:
         parts = build(from_plain(EngineConfig, start["config"], NOTHING), FEATURES)
     except FengineError as error:

@@ -103,7 +103,6 @@ def follow(link: Link, start: dict[str, Any], features: Features) -> None:
         use_private_caches()
         with current_device(device):
             name, rank, folder, sockets = start["group"]
-            link.folder = folder
             group = group_of(name, rank, folder, sockets, device)
             loaded = load(config, features.tokenizer, group)
             link.say(loaded=True, read=told_of(loaded.origin))

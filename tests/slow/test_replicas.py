@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +21,10 @@ import torch
 from test_ranks import PARAMS, PROMPTS, SETTINGS, adapted, results
 
 from fengine import Engine
-from fengine.config import LoraConfig
+from fengine.config import EngineConfig, LoraConfig
+from fengine.config.schema import ModelConfig
 from fengine.core.images import Image, ImageSpan
+from fengine.core.plain import to_plain
 from fengine.core.request import Adapter, Request, SamplingParams
 from fengine.engine.parallel import child, remote
 from fengine.engine.parallel.replicas import Replicas
@@ -426,6 +429,20 @@ def test_a_fork_that_ends_takes_nothing_along(how: str, tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("kind", [{"replica": 0}, {"group": ["", 1, "", [-1, -1]]}], ids=str)
+def test_one_whose_first_process_ends_before_it_has_begun_removes_the_folder(kind: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    config = to_plain(EngineConfig(model=ModelConfig(path="box")), child.NOTHING)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(json.dumps({"config": config, "folder": str(folder)} | kind).encode() + b"\n")
+        ours.close()
+        command = [sys.executable, "-m", child.MAIN, str(theirs.fileno())]
+        done = subprocess.run(command, pass_fds=[theirs.fileno()], timeout=120, check=False)
+    assert done.returncode == 0 and not folder.exists()
 
 
 def test_one_that_was_taken_for_dead_stays_dead(monkeypatch: pytest.MonkeyPatch) -> None:

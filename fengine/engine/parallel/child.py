@@ -128,7 +128,9 @@ class Link:
     def _listen(self) -> None:
         with suppress(OSError, ValueError):  # the last line may be half of one
             for line in self.sock.makefile("rb"):
-                self.told.put(json.loads(line))
+                told = json.loads(line)
+                self.folder = self.folder or told["folder"]  # in the first line, behind which may come the end
+                self.told.put(told)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(0)

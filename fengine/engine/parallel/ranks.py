@@ -70,7 +70,7 @@ class Ranks:
         for rank in range(1, self.size):
             model = replace(config.model, device=devices[rank], skip_tokenizer_init=True)
             named = [name, rank, self.folder.name, sockets[rank]]
-            start = {"config": to_plain(replace(config, model=model), NOTHING), "group": named}
+            start = {"config": to_plain(replace(config, model=model), NOTHING), "group": named, "folder": named[2]}
             hear, ended = partial(self._hear, rank), partial(self._ended, rank)
             self._ranks[rank] = Child(start, torch.get_num_threads() // self.size, hear, ended, sockets[rank])
             peers.close(sockets[rank])
