@@ -77,7 +77,8 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @contextmanager
     def explained(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        refuse_fork(engine)
+        if os.getpid() != engine._pid:
+            raise EngineClosedError("this engine belongs to the parent process; create a new Engine after a fork")
         try:
             given = signature.bind(engine, *args, **kwargs).arguments if flags else {}
             for name in given.keys() & flags:
@@ -102,11 +103,6 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return call_async if inspect.iscoroutinefunction(method) else call
-
-
-def refuse_fork(engine: Any) -> None:
-    if os.getpid() != engine._pid:
-        raise EngineClosedError("this engine belongs to the parent process; create a new Engine after a fork")
 
 
 def _explain(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fault: Exception) -> None:

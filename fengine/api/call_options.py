@@ -32,7 +32,9 @@ def logprobs_asked(prompt: GenerateReqInput, count: int, vocab_size: int) -> dic
     SGLang, have an effect only with return_logprob. Errors: InvalidRequestError."""
     return_logprob = option_of("return_logprob", prompt.return_logprob)
     start = _logprob_start(prompt.logprob_start_len, count)
-    top = _top_logprobs(prompt.top_logprobs_num, vocab_size)
+    row, top = replace(OPTIONS["top_logprobs_num"], range=Range(0, min(MAX_TOP_LOGPROBS, vocab_size))), 0
+    if prompt.top_logprobs_num is not None:
+        top = row.checked(prompt.top_logprobs_num)
     ids = _logprob_ids(prompt.token_ids_logprob, vocab_size)
     if not return_logprob:
         return {}
@@ -48,11 +50,6 @@ def _logprob_start(value: Any, count: int) -> int | None:
             "Please use a smaller logprob_start_len."
         )
     return start if 0 <= start < count else None
-
-
-def _top_logprobs(value: Any, vocab_size: int) -> int:
-    row = OPTIONS["top_logprobs_num"]
-    return replace(row, range=Range(0, min(MAX_TOP_LOGPROBS, vocab_size))).checked(0 if value is None else value)
 
 
 def _logprob_ids(value: Any, vocab_size: int) -> tuple[int, ...]:

@@ -92,8 +92,8 @@ def _check(
     if asked[0].top_logprobs or asked[0].logprob_ids:
         check_amount(asked[0], len(asked), len(ids), most)
     early_ids = params.end_ids(parts.eos_ids) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
-    adapter = None if prompt.lora_path is None else adapter_of(parts, prompt.lora_path)
-    salt, priority = _salt(prompt), _priority(context, prompt)
+    adapter = adapter_of(parts, prompt.lora_path)
+    salt, priority = salt_of(prompt.cache_salt), priority_of(context.args, prompt.priority)
     return [
         Request(
             rid=rid,
@@ -112,15 +112,6 @@ def _check(
         )
         for sample, (rid, own) in enumerate(zip(prompt.rid, asked, strict=True))
     ]
-
-
-def _salt(prompt: GenerateReqInput) -> str | None:
-    return None if prompt.cache_salt is None else salt_of(prompt.cache_salt)
-
-
-def _priority(context: EngineContext, prompt: GenerateReqInput) -> int:
-    ranked = prompt.priority is not None or context.args.enable_priority_scheduling
-    return priority_of(context.args, prompt.priority) if ranked else 0
 
 
 def _asked(context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, count: int) -> SamplingParams:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fengine.config import EngineConfig, resolve
+from fengine.config import EngineConfig, Hardware, resolve
 from fengine.core.images import ImageRows
 from fengine.core.kv_pages import PagePool
 from fengine.core.plain import from_plain
@@ -40,7 +40,7 @@ from fengine.models.kv_state import KVState
 from fengine.models.spec import ModelSpec
 from fengine.ops.compiler import private_cache_dir
 from fengine.ops.proof import sources_digest
-from fengine.worker.device import current_device, detect_hardware, device_of, refuse_default_device
+from fengine.worker.device import current_device, device_of, refuse_default_device
 from fengine.worker.images import image_rows
 from fengine.worker.kv_pool import PoolSize, pool_bytes
 from fengine.worker.process_group import check_parts, dock_of, group_of, process_group
@@ -67,7 +67,7 @@ def memory_told() -> Iterator[None]:
 def build(config: EngineConfig, features: Features) -> Parts:
     """Loads, compiles, warms up and starts. Errors: ConfigError, ModelLoadError and kinds, OutOfMemoryError."""
     started = time.perf_counter()
-    config = resolve(config, detect_hardware())
+    config = resolve(config, Hardware("cuda" if torch.cuda.is_available() else "cpu"))
     device_of(config)  # refused before anything is read
     refuse_default_device()
     use_private_caches()

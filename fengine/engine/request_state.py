@@ -91,7 +91,7 @@ class RequestState:
             self.notify(self)
         finally:
             if done:  # the last time. The call that is told holds its states: a circle, if they held it on
-                self.notify = _nobody
+                self.notify = lambda state: None  # nobody waits for the rest
 
     def relabel(self, version: str) -> None:
         """Tokens drawn from now on belong to these weights. Modifies: the request; no step may be in flight."""
@@ -106,10 +106,6 @@ class RequestState:
         if not request.params.bare and not request.num_output:
             self.input_logprobs, self.input_top, self.input_ids, self.hidden, self.totals = [], [], [], [], []
             request.num_cached, request.num_scored, request.num_seen = 0, 0, 0
-
-
-def _nobody(state: RequestState) -> None:
-    """Is told what nobody waits for any more."""
 
 
 def version_spans(request: Request, count: int) -> list[dict[str, Any]]:

@@ -13,10 +13,9 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from fengine.errors import UnsupportedArchitectureError
 from fengine.models import layers
 from fengine.models.family import Family
-from fengine.models.fields import COMMON, OUTPUTS, READ, TRAINING
+from fengine.models.fields import COMMON, OUTPUTS, READ, TRAINING, refuse_others
 from fengine.models.kv_state import Params, Tensors
 from fengine.models.reader import GELU_ALL, ConfigReader, decoder_spec
 from fengine.models.rope import NONE
@@ -53,9 +52,7 @@ PARTS: Mapping[str, str] = MappingProxyType({
 def spec_from_hf(config: Config, padded: bool = False) -> ModelSpec:
     """`padded`: the first token's position is behind that of padding; a padding token inside a text is one like any
     other, for which transformers does not count on. Pure. Errors: as `reader.decoder_spec`."""
-    if config.get("position_embedding_type") not in (None, "absolute"):
-        kind = config["position_embedding_type"]
-        raise UnsupportedArchitectureError(f"position_embedding_type = {kind!r} is not supported; 'absolute' is.")
+    refuse_others(config, {"position_embedding_type": "absolute"})
     read = ConfigReader(config)
     eps, types = read.number("layer_norm_eps", 0.0, 1.0), read.size("type_vocab_size", 1 << 10)
     offset = read.size("pad_token_id", 1 << 24, default=1, least=0) + 1 if padded else 0

@@ -1,13 +1,12 @@
 """Gemma (1 and 1.1): Llama's decoder with norms that multiply by 1 + weight, scaled embeddings, and gelu."""
 
-from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
 from fengine.models.reader import GELU_TANH, ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec
 
 FIELDS = {
-    **DECODER, "attention_bias": READ, "use_bidirectional_attention": READ,
+    **DECODER, "attention_bias": READ,
     "hidden_activation": "an older name that transformers does not look at: hidden_act counts",
 }  # fmt: skip
 DEFAULTS = {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True}
@@ -15,8 +14,6 @@ DEFAULTS = {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": T
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
-    if config.get("use_bidirectional_attention"):
-        raise UnsupportedArchitectureError("use_bidirectional_attention = true is not supported for Gemma.")
     read = ConfigReader(config)
     hidden = read.size("hidden_size", 1 << 20)
     read.done(config["architectures"][0])

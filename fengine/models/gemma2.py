@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, SPEED
 from fengine.models.reader import GELU_TANH, LEAST, MOST, ConfigReader, decoder_spec, every, sliding_window, windowed
@@ -14,7 +13,7 @@ from fengine.models.weights import sandwich_layer
 
 OWN = (
     "attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types",
-    "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention",
+    "final_logit_softcapping", "attn_logit_softcapping",
 )  # fmt: skip
 FIELDS = {
     **DECODER, **dict.fromkeys(OWN, READ), "cache_implementation": SPEED,
@@ -46,8 +45,6 @@ def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
     cap = read.number("attn_logit_softcapping", LEAST, MOST) if config["attn_logit_softcapping"] is not None else 0.0
-    if config.get("use_bidirectional_attention"):
-        raise UnsupportedArchitectureError("use_bidirectional_attention = true is not supported for Gemma 2.")
     spec = gemma_spec(config, attention_cap=cap)
     read.done(spec.architecture)
     return windowed(spec, sliding_window(config), config.get("layer_types") or every(2, spec.num_layers))

@@ -13,7 +13,8 @@ from fengine.models.rope import LOCAL
 from fengine.models.spec import Config, ModelSpec
 
 FIELDS = {
-    **gemma2.FIELDS, "sliding_window_pattern": READ, "rope_local_base_freq": READ,
+    **gemma2.FIELDS, **dict.fromkeys(("sliding_window_pattern", "rope_local_base_freq"), READ),
+    "use_bidirectional_attention": READ,
     "_sliding_window_pattern": "what layer_types was made of",
 }  # fmt: skip
 DEFAULTS = {**gemma2.DEFAULTS, "final_logit_softcapping": None, "attn_logit_softcapping": None}
@@ -26,8 +27,7 @@ BESIDE = [("rope_theta", None), ("rope_type", "default")]
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
-    if config["attn_logit_softcapping"] is not None:
-        raise UnsupportedArchitectureError("attn_logit_softcapping is not one of Gemma 3.")
+    refuse_others(config, {"attn_logit_softcapping": None})
     far, near = ropes_by_type(config, 1_000_000.0, 10_000.0)
     read = ConfigReader(config)
     both_ways = read.flag("use_bidirectional_attention")

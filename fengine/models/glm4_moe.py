@@ -3,9 +3,8 @@ and a correction, and one expert that every token uses."""
 
 from dataclasses import replace
 
-from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
-from fengine.models.fields import DECODER, OUTPUTS, READ
+from fengine.models.fields import DECODER, OUTPUTS, READ, refuse_others
 from fengine.models.moe import expert_weights, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.sources import Source
@@ -23,9 +22,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "num_key_value_h
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`; UnsupportedArchitectureError for experts in groups."""
-    for name in ("n_group", "topk_group"):
-        if config.get(name) not in (None, 1):
-            raise UnsupportedArchitectureError(f"{name} = {config[name]!r}: experts in groups are not supported; 1 is.")
+    refuse_others(config, {"n_group": 1, "topk_group": 1})
     read = ConfigReader(config | {"num_experts": config.get("n_routed_experts")})
     norms, renormalise = read.flag("use_qk_norm"), read.flag("norm_topk_prob")
     spec = decoder_spec(config, qk_norm=norms, o_bias=False, partial_rotary=True)

@@ -3,9 +3,8 @@ gate and up are clamped."""
 
 from dataclasses import replace
 
-from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ
+from fengine.models.fields import DECODER, READ, refuse_others
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
 from fengine.models.reader import LEAST, MOST, ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.sources import Source
@@ -31,9 +30,8 @@ DEFAULTS = {
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
-    limit, alpha = read.number("swiglu_limit", LEAST, MOST, default=7.0), read.number("swiglu_alpha", 0.0, 1e6, ALPHA)
-    if alpha != ALPHA:
-        raise UnsupportedArchitectureError(f"swiglu_alpha = {alpha!r} is not supported; {ALPHA} is.")
+    refuse_others(config, {"swiglu_alpha": ALPHA})
+    limit = read.number("swiglu_limit", LEAST, MOST, default=7.0)
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         config = config | {"rope_parameters": ROPE}
     spec = with_experts(read, decoder_spec(config), "intermediate_size", renormalise=True)

@@ -32,11 +32,6 @@ def ernie_spec(config: Config) -> ModelSpec:
     return decoder_spec(config | {"attention_bias": bias, "mlp_bias": bias}, interleaved=True)
 
 
-def seed_spec(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
-    return decoder_spec(config, o_bias=config["attention_out_bias"] is True)
-
-
 ERNIE = Family(
     "Ernie4_5ForCausalLM", "ernie4_5", {**DECODER, "use_bias": READ}, ernie_spec,
     {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5, "num_key_value_heads": 2, "head_dim": 128},
@@ -44,6 +39,7 @@ ERNIE = Family(
 SEED_OSS = Family(
     "SeedOssForCausalLM", "seed_oss",
     {**DECODER, **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), READ),
-     "residual_dropout": TRAINING}, seed_spec,
+     "residual_dropout": TRAINING},
+    lambda config: decoder_spec(config, o_bias=config["attention_out_bias"] is True),
     {"attention_bias": True, "attention_out_bias": False, "num_key_value_heads": 8, "head_dim": 128},
 )  # fmt: skip

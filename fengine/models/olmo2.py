@@ -15,11 +15,6 @@ THETA3 = 500000.0
 DEFAULTS3 = {**DEFAULTS, "rope_theta": THETA3, "sliding_window": 4096}
 
 
-def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
-    return decoder_spec(config)
-
-
 def spec3_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     refuse_others(config, {"rope_theta": THETA3})  # of sliding layers, too, in transformers 4 alone
@@ -42,5 +37,5 @@ def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     return postnorm_layer(spec, layer) + whole_norms(spec, layer)
 
 
-FAMILY = Family("Olmo2ForCausalLM", "olmo2", FIELDS, spec_from_hf, DEFAULTS, leaves=layer_weights)
+FAMILY = Family("Olmo2ForCausalLM", "olmo2", FIELDS, decoder_spec, DEFAULTS, leaves=layer_weights)
 FAMILY3 = Family("Olmo3ForCausalLM", "olmo3", FIELDS3, spec3_from_hf, DEFAULTS3, leaves=layer_weights)

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fengine.errors import UnsupportedArchitectureError
 from fengine.models import vision_tower as tower
 from fengine.models.family import Piece, Vision
 from fengine.models.fields import READ, TRAINING, refuse_others
@@ -33,8 +32,7 @@ TEXT = {  # what transformers' LlamaConfig assumes, and the hub's LLaVA leaves o
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     """Pure. Errors: ModelLoadError and kinds."""
     whole, part = ConfigReader(config), ConfigReader(vision)
-    if vision.get("model_type", "clip_vision_model") != "clip_vision_model":
-        raise UnsupportedArchitectureError(f"vision_config.model_type = {vision['model_type']!r:.80}: CLIP's is built.")
+    refuse_others(vision, {"model_type": "clip_vision_model"})
     refuse_others(config, ONLY)
     token = whole.size("image_token_index", 1 << 24, default=whole.size("image_token_id", 1 << 24, default=32000))
     found = tower.square(part, token)

@@ -65,8 +65,7 @@ class Cut(NamedTuple):
 
 def most_tiles(config: Config, vision: Config) -> int:
     """Of an image, over which it is shrunk. Pure. Errors: UnsupportedArchitectureError for what is not built."""
-    if vision.get("model_type", "siglip_vision_model") != "siglip_vision_model":
-        raise UnsupportedArchitectureError(f"vision_config.model_type = {vision['model_type']!r:.80}: SigLIP is built.")
+    refuse_others(vision, {"model_type": "siglip_vision_model"})
     refuse_others(config, ONLY)
     if not (most := re.fullmatch(r"anyres_max_([1-9]\d?)", str(config.get("vision_aspect_ratio", "anyres_max_9")))):
         raise UnsupportedArchitectureError(f"vision_aspect_ratio = {config['vision_aspect_ratio']!r:.80}: anyres_max_N")

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from fengine.api.engine import Engine
 from fengine.api.io_struct import GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.server.answers import Plan
@@ -14,12 +13,8 @@ from fengine.server.errors import invalid, unsupported
 from fengine.server.service import Service
 
 PATHS = {path: (one.plan, one.words) for one in ENDPOINTS if one.plan and one.fields for path in one.paths}
-MAX_ROWS = 1 << 31  # of a batch the caller decides how many are open
-
-
-def service_of(engine: Engine) -> Service:
-    """A service for files: every model name that is not an adapter's is the model's. Errors: those of `Service`."""
-    return Service(engine, ServerConfig(any_model_name=True, max_rows=MAX_ROWS))
+# For files: every model name that is not an adapter's is the model's, and the caller decides how many rows are open.
+CONFIG = ServerConfig(any_model_name=True, max_rows=1 << 31)
 
 
 async def respond(service: Service, request: Mapping[str, Any], seed: int) -> tuple[Any, list[Output]]:

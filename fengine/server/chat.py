@@ -31,7 +31,8 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     ids, images = chat_prompt(engine, chat, _template_values(chat, facts), request.given["add_special_tokens"])
     ids = request.given["truncation"].cut(ids, context, images) if request.given["truncation"] else ids
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
-    form = _form_read(chat, facts, constrained)
+    channels = facts.channels is not None and not constrained  # harmony's, which are read as calls are
+    form = facts.form if channels or (chat.tools is not None and not chat.forced) else None
     may_think = facts.thinks and not constrained
     opened = may_think and facts.opened(tokenizer, ids)
 
@@ -46,12 +47,6 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     if may_think and facts.channels is None:
         writer.thoughts = [ThoughtTokens(tokenizer, opened) for _ in writer.parsers]
     return writer
-
-
-def _form_read(chat: ChatOptions, facts: TemplateFacts, constrained: bool) -> Format | None:
-    """The form of calls that outputs are searched for: with tools that none forces, and harmony's channels. Pure."""
-    channels = facts.channels is not None and not constrained
-    return facts.form if channels or (chat.tools is not None and not chat.forced) else None
 
 
 def _held(chat: ChatOptions, facts: TemplateFacts, form: Format | None, constrained: bool) -> dict[str, Any]:

@@ -115,7 +115,8 @@ def _message(message: Any, where: str) -> list[Any]:
         elif is_image(block):
             parts.append(block)
         elif kind == "tool_use":
-            calls.append(_call(block))
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             results.append(_result(block, at))
         elif kind == "thinking":
@@ -126,23 +127,14 @@ def _message(message: Any, where: str) -> list[Any]:
     if calls:
         told["tool_calls"] = calls
     if parts or calls or not results:
-        results.append(told | {"content": _content(parts)})
+        images = any(map(is_image, parts))
+        results.append(told | {"content": parts if images else "\n".join(part["text"] for part in parts)})
     return results
-
-
-def _call(block: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": block.get("name"), "arguments": block.get("input")}
-    return {"id": block.get("id"), "type": "function", "function": function}
 
 
 def _result(block: dict[str, Any], at: str) -> dict[str, Any]:
     said, call_id = _texts(block.get("content"), at), block.get("tool_use_id") or block.get("id")
     return {"role": "tool", "tool_call_id": call_id, "content": "" if said is None else said}
-
-
-def _content(parts: list[dict[str, Any]]) -> Any:
-    """The parts if there are images, else their texts. Pure."""
-    return parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
 
 
 class MessageWriter(BlockWriter):

@@ -5,7 +5,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -180,7 +180,9 @@ class Service:
         """The call's arguments, with the server's sampling defaults, the body's adapter and limits of what is drawn.
         Errors: ApiError."""
         sampling, given = self.sampling_defaults | arguments["sampling_params"], request.given
-        barred, bias = self._barred(given["bad_words"]), sampling.get("logit_bias", {})
+        texts = [text for word in given["bad_words"] for text in (word, f" {word.lstrip()}")]  # as it may be tokenized
+        barred = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        bias = sampling.get("logit_bias", {})
         if barred and isinstance(bias, dict):  # another is the engine's to refuse
             sampling["logit_bias"] = bias | {str(ids[0]): -MAX_BIAS for ids in barred if len(ids) == 1}
         limits = DrawLimits(given["allowed_token_ids"], [ids for ids in barred if len(ids) > 1])
@@ -190,11 +192,6 @@ class Service:
             arguments |= {"custom_logit_processor": limits}
         arguments |= {"sampling_params": sampling, "lora_path": self.lora_path(body, arguments.get("lora_path"))}
         return GenerateReqInput(**arguments, stream=given["stream"])
-
-    def _barred(self, words: Sequence[str]) -> list[list[int]]:
-        """The ids of each word, with and without a space before it."""
-        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
-        return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
     def _check_limits(self, name: str, limits: DrawLimits, processor: Any) -> None:
         """Errors: ApiError for what a processor of the server's own cannot do here."""

@@ -77,7 +77,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     env.filters["tojson"] = _tojson
     del env.globals["lipsum"]  # random
-    env.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    env.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
     return env
 
 
@@ -90,7 +90,3 @@ def _tojson(
 ) -> str:
     """jinja's own filter escapes HTML; chat templates need plain JSON (as in transformers)."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

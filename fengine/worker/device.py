@@ -1,29 +1,22 @@
 """The device an engine runs on: what is there, what the configuration asks for, and what cannot be had."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 
-from fengine.config import EngineConfig, Hardware
+from fengine.config import EngineConfig
 from fengine.errors import ConfigError, UnsupportedArchitectureError, UnsupportedFeatureError
 from fengine.models.spec import ModelSpec
 
 
-def detect_hardware() -> Hardware:
-    return Hardware(device="cuda" if torch.cuda.is_available() else "cpu")
-
-
 def device_of(config: EngineConfig) -> str:
     device = config.model.device or "cpu"
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(f"model.device must be cpu or cuda, got {device!r}")
-    if device.startswith("cpu:"):
-        raise ConfigError(f"model.device is {device!r}; a CPU has no number: use model.device=cpu")
+    if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
+        raise ConfigError(f"model.device must be cpu, cuda or cuda:NUMBER, got {device!r}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"model.device is {device!r} but torch sees no CUDA device; use model.device=cpu")
-    if device.partition(":")[2] and not device.partition(":")[2].isdigit():
-        raise ConfigError(f"model.device must be cpu or cuda, got {device!r}")
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
         raise ConfigError(f"model.device is {device!r}, and torch sees {torch.cuda.device_count()} CUDA devices")
     return device

@@ -200,7 +200,7 @@ def test_an_engine_may_start_in_inference_mode(tmp_path) -> None:  # noqa: ANN00
         ({"mem_fraction_static": "a", "random_seed": "b"}, ConfigError, "mem_fraction_static.*random_seed"),
         ({"dtype": ["a"]}, ConfigError, "dtype must be"),
         ({"disable_radix_cache": "no"}, ConfigError, "disable_radix_cache must be bool"),
-        ({"device": "cpu:0"}, ConfigError, "use model.device=cpu"),
+        ({"device": "cpu:0"}, ConfigError, "must be cpu, cuda or cuda:NUMBER"),
         ({"max_total_tokens": 2**40}, ConfigError, "lower max_total_tokens"),
     ],
 )

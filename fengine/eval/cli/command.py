@@ -117,20 +117,13 @@ def parse(
                 raise ConfigError(f"{key}={value:.500}: {error}") from error
         elif word.startswith("-") and word not in flags:
             raise ConfigError(_unknown(word, [*flags, "--help"]))
-        elif sign and not _exists(word):
+        elif sign and not os.path.exists(word):
             if not overrides:
                 raise ConfigError(_unknown(key, [*known]))
             others.append(word)
         elif word not in flags:
             places.append(word)
     return Arguments(tuple(places), read, frozenset(w for w in argv if w in flags), tuple(others))
-
-
-def _exists(word: str) -> bool:
-    try:
-        return Path(word).exists()
-    except (OSError, ValueError):  # too long, or with a zero byte, for a path
-        return False
 
 
 def _unknown(word: str, known: Sequence[str]) -> str:

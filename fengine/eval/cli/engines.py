@@ -51,11 +51,12 @@ def refuse_sampling(config: EngineConfig, params: SamplingParams, tokens: int | 
 def responder(engine: Any) -> Callable[..., Any]:
     """What answers requests as a server of this engine does: `server.batch.respond`. Errors: MissingExtraError."""
     try:
-        from fengine.server.batch import respond, service_of
+        from fengine.server.batch import CONFIG, respond
+        from fengine.server.service import Service
     except ModuleNotFoundError as error:
         raise MissingExtraError.of("fengine batch", str(error.name), "serve") from error
 
-    return partial(respond, service_of(engine))
+    return partial(respond, Service(engine, CONFIG))
 
 
 def model_directory(config: ModelConfig) -> Path:

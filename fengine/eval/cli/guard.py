@@ -267,11 +267,7 @@ def _of_key(error: BaseException, schema: Schema | None) -> str:
         return f"""{key} must be a list: {key}='["one","two"]', or of numbers {key}=[1,2]"""
     if isinstance(cause, MissingMandatoryValue):
         return f"{key or first}: this config leaves it open (???); set it: {key or 'key'}=VALUE"
-    return _first_lines(first or type(error).__name__, key)
-
-
-def _first_lines(text: str, key: str | None) -> str:
-    lines = [_short(line.rstrip()) for line in text.splitlines() if line.strip()][:4]
+    lines = [_short(line.rstrip()) for line in (first or type(error).__name__).splitlines() if line.strip()][:4]
     return f"{key}: {' '.join(lines)}" if key else "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from fengine.eval.runs.config import EVAL, RUN, EvalConfig, RunConfig, SamplingC
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import index_rows
 from fengine.eval.runs.output import BatchExport, Export
-from fengine.eval.runs.provenance import has_chat_template, local_directory, source_digest, takes_images
+from fengine.eval.runs.provenance import local_directory, source_digest, takes_images, template_digest
 from fengine.eval.runs.run import Ended, open_run, render_of, run_point
 from fengine.eval.runs.sweep import Work, guarded, how_to_go_on, run_sweep
 from fengine.eval.tasks import drawn
@@ -146,7 +146,7 @@ def with_prompts(words: Sequence[str]) -> list[str]:
 def builtin_rows(directory: Path) -> tuple[Any, ...]:
     """The rows of a run that names none, for the model in the folder: about pictures where it sees, else with chats
     where it has a template."""
-    chats = has_chat_template(directory)
+    chats = template_digest(directory) is not None
     if chats and takes_images(directory):
         return drawn.chats(seed=1, count=12)
     roles = ("user", "assistant")

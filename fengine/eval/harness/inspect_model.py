@@ -26,7 +26,7 @@ from fengine.eval.harness.inspect_requests import (
     logprob_arguments,
     raw_prompt,
     sampling_of,
-    template_messages,
+    template_message,
     tool_schemas,
 )
 from fengine.eval.runs.manifest import row_seed
@@ -168,9 +168,10 @@ class FengineAPI(ModelAPI):
             if not ids:
                 raise InvalidRequestError("the prompt is empty and this model has no bos token to start from")
             return ids
+        messages = [template_message(one, f"messages[{i}]") for i, one in enumerate(input)]
         values = {**self.chat_values, **((config.extra_body or {}).get("chat_template_kwargs") or {})}
         values |= {"tools": tool_schemas(tools)} if tools else {}
-        return self._tokenizer.encode_chat(template_messages(input), add_generation_prompt=True, **values)
+        return self._tokenizer.encode_chat(messages, add_generation_prompt=True, **values)
 
     def _seed(self, ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
         """Where none is given: a function of the engine's seed, of sample and epoch, of the call, and of how many equal
@@ -219,12 +220,13 @@ class FengineAPI(ModelAPI):
             content=content, tool_calls=made or None, model=self.model_name, source="generate"
         )
         written = slice(0, len(output["output_ids"]))
-        prompt = config.prompt_logprobs is not None
+        prompt, several = config.prompt_logprobs is not None, config.prompt_logprobs or 0
+        several = several if several > 1 else 0  # 1 asks for the prompt's own tokens only
         return ChatCompletionChoice(
             message=message,
             stop_reason="tool_calls" if parsed.calls and stop == "stop" else stop,
             logprobs=self._logprobs(meta, "output", written, config.top_logprobs or 0) if config.logprobs else None,
-            prompt_logprobs=self._logprobs(meta, "input", slice(1, None), _several(config)) if prompt else None,
+            prompt_logprobs=self._logprobs(meta, "input", slice(1, None), several) if prompt else None,
         )
 
     def _logprobs(self, meta: dict[str, Any], side: str, part: slice, top: int) -> Logprobs:
@@ -242,8 +244,3 @@ class FengineAPI(ModelAPI):
         piece = self._tokenizer.decoding.piece(token, False)
         found = bytes([piece]) if isinstance(piece, int) else piece.encode() if isinstance(piece, str) else piece or b""
         return {"token": found.decode("utf-8", "replace"), "bytes": list(found)}
-
-
-def _several(config: GenerateConfig) -> int:
-    """Alternatives per prompt token: prompt_logprobs=1 asks for the prompt's own tokens only. Pure."""
-    return config.prompt_logprobs if (config.prompt_logprobs or 0) > 1 else 0

@@ -54,12 +54,8 @@ def logprob_arguments(config: Any) -> dict[str, Any]:
     return {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": start} if asked else {}
 
 
-def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def template_message(message: Any, where: str) -> dict[str, Any]:
     """What `Engine.chat` takes. Pure. Errors: UnsupportedFeatureError for what is not text."""
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
     text, thoughts = _parts(message, where)
     found: dict[str, Any] = {"role": message.role, "content": text}
     if message.role == "assistant":

@@ -74,11 +74,7 @@ def file_digests(directory: Path) -> dict[str, str | None]:
     memory, files = _DigestCache(), sorted({p for pattern in MODEL_FILES for p in directory.glob(pattern)})
     digests: dict[str, str | None] = {p.name: memory.sha256(p) for p in files}
     memory.save()
-    return digests | {"chat template": _template_digest(directory)}
-
-
-def has_chat_template(directory: Path) -> bool:
-    return _template_digest(directory) is not None
+    return digests | {"chat template": template_digest(directory)}
 
 
 def takes_images(directory: Path) -> bool:
@@ -89,7 +85,7 @@ def takes_images(directory: Path) -> bool:
         return False
 
 
-def _template_digest(directory: Path) -> str | None:
+def template_digest(directory: Path) -> str | None:
     """None if there is no template in its usual places."""
     try:
         path = directory / "chat_template.jinja"

@@ -203,7 +203,8 @@ class Run:
         with Journal(self.folder.path / JOURNAL, **sync) as journal, Trace(path, len(sessions), steps=steps) as trace:
             job = Job(config, task, self.rows, self.table, journal, trace, len(sessions), self.export)
             with engine.steps_told(trace.step) if steps else nullcontext():
-                loop = _complete(lambda: _looped(job, engine, screen))
+                loop = Loop(job, engine, screen)
+                _complete(loop.run)
         seconds, figures = loop.meter.seconds, loop.meter.lines(reused)
         if trace.problem is not None:
             screen.warn(trace.problem)
@@ -255,12 +256,6 @@ def open_run(
     record = open_record(folder, point, what, base)
     table = reopen(folder, rows, provenance.canonical(record["identity"]), screen.note, screen.warn)
     return Run(point.config, folder, record, rows, table, export)
-
-
-async def _looped(job: Job, engine: Any, screen: QuietView) -> Loop:
-    loop = Loop(job, engine, screen)
-    await loop.run()
-    return loop
 
 
 def _complete(work: Callable[[], Any]) -> Any:

@@ -78,22 +78,18 @@ def check(config: JudgeConfig) -> list[str]:
     if prompt is None:
         missing = "task.judge has no prompt: task.judge.prompt='… {response} …' is what it is asked"
         return [missing] * (config != JudgeConfig())
+    alike = any(re.fullmatch(pattern(a), b) for a, b in permutations(map(str.strip, choices), 2))  # found for another
     problems = {
         "task.judge.prompt must have {response} in it, the answer that is judged": f"{{{RESPONSE}}}" not in prompt,
         "task.judge takes either choices, from the worst to the best, or a scale: task.judge.choices=[no,yes]":
             bool(choices) == bool(scale),
         f"task.judge.choices must be two or more words that differ, got {list(choices)}": bool(choices)
-            and (len(choices) < 2 or _alike(choices) or not all(map(str.strip, choices))),
+            and (len(choices) < 2 or alike or not all(map(str.strip, choices))),
         f"task.judge.scale must be two numbers, the worst and the best, got {list(scale)}": bool(scale)
             and len({*scale}) != 2 or len(scale) > 2,
         "task.judge.system is for task.judge.chat=true": config.system is not None and not config.chat,
     }  # fmt: skip
     return held(problems, "task.judge.extract", config.extract)
-
-
-def _alike(choices: Iterable[str]) -> bool:
-    """Whether one would be found where another stands. Pure."""
-    return any(re.fullmatch(pattern(a), b) for a, b in permutations(map(str.strip, choices), 2))
 
 
 def judged(task: Task, config: JudgeConfig, render: Render | None) -> Task:

@@ -75,7 +75,9 @@ class Blocks:
     def add(self, values: Sequence[float]) -> None:
         if self._filled == self._size or self.n == 0:
             if len(self.sums[0]) == MAX_BLOCKS:
-                self._merge()
+                # two neighbours become one block; MAX_BLOCKS is even
+                self.sums = [array("d", map(float.__add__, column[::2], column[1::2])) for column in self.sums]
+                self._size *= 2
             for column in self.sums:
                 column.append(0.0)
             self._filled = 0
@@ -83,11 +85,6 @@ class Blocks:
             column[-1] += value
         self._filled += 1
         self.n += 1
-
-    def _merge(self) -> None:
-        """Two neighbours become one block; MAX_BLOCKS is even."""
-        self.sums = [array("d", map(float.__add__, column[::2], column[1::2])) for column in self.sums]
-        self._size *= 2
 
     def totals(self) -> list[float]:
         return [math.fsum(column) for column in self.sums]
