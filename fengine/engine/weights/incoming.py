@@ -57,7 +57,6 @@ class Unsent(NamedTuple):
 
 
 FORMATS = (None, "direct", "flattened_bucket")  # of tensors
-SERIALIZED = (str, bytes, bytearray)
 
 
 def tensors_of(given: Any, load_format: Any) -> list[tuple[str, Tensor]]:
@@ -71,36 +70,21 @@ def tensors_of(given: Any, load_format: Any) -> list[tuple[str, Tensor]]:
 
 
 def pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
-    """(name, tensor) pairs from a list of them or a dict. Errors: InvalidRequestError, UnsupportedFeatureError."""
+    """(name, tensor) pairs from a list of them or a dict. Errors: InvalidRequestError."""
     named_tensors = own_class(named_tensors)
     items = list(named_tensors.items()) if isinstance(named_tensors, dict) else named_tensors
     listed = items if isinstance(items, (list, tuple)) else [items]
-    if any(isinstance(item, SERIALIZED) for item in listed):
-        raise UnsupportedFeatureError(
-            "named_tensors holds serialized tensors: those are pickles, which are never opened. Pass (name, tensor) "
-            "pairs; everything runs in one process."
-        )
-    if listed is not items or not all(isinstance(item, (list, tuple)) and len(item) == 2 for item in listed):
+    if not all(isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[0], str) for item in listed):
         raise InvalidRequestError(f"named_tensors must be a list of (name, tensor) or a dict, got {items!r:.200}.")
-    for name, value in listed:
-        if isinstance(value, SERIALIZED):
-            raise UnsupportedFeatureError(f"the tensor of {name!r:.80} is serialized: pickles are never opened.")
-        if not isinstance(name, str):
-            raise InvalidRequestError(f"the name of a tensor must be a string, got {name!r:.80}.")
     return [(name, value) for name, value in listed]
 
 
 def unflattened(buckets: Any) -> list[tuple[str, Tensor]]:
     """The tensors of SGLang's flattened buckets: {"flattened_tensor", "metadata"} or objects of these attributes. A
     flat tensor holds bytes (uint8), or elements of one dtype; metadata says name, shape and dtype of each tensor, in
-    order. Errors: InvalidRequestError; UnsupportedFeatureError for serialized buckets, which are pickles."""
+    order. Errors: InvalidRequestError, also for serialized buckets, which are pickles."""
     found: list[tuple[str, Tensor]] = []
     for bucket in buckets if isinstance(buckets, (list, tuple)) else [buckets]:
-        if isinstance(bucket, SERIALIZED):
-            raise UnsupportedFeatureError(
-                "a flattened bucket that is serialized is a pickle, which is never opened. Pass its flattened_tensor "
-                "and metadata; everything runs in one process."
-            )
         flat, entries = _entry(bucket, "flattened_tensor"), _entry(bucket, "metadata")
         if fault := unreadable(flat):
             raise InvalidRequestError(f"flattened_tensor {fault}.")

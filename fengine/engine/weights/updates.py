@@ -155,11 +155,6 @@ class WeightUpdates:
 
     def begin(self, selector: Any) -> UpdateResult:
         """From here to `end`, updates are collected."""
-        if selector == "draft":
-            raise UnsupportedFeatureError(
-                "selector='draft': updating the weights of a draft model is not built; selector='target' updates those "
-                "of the model itself."
-            )
         if selector not in SELECTORS:
             raise InvalidRequestError(f"selector must be 'all' or 'target', got {selector!r:.80}.")
         self.core.call("ping")

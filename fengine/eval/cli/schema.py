@@ -119,7 +119,7 @@ def annotated(text: str, schema: Schema) -> str:
 
 def notes_of(schema: Schema) -> dict[str, str]:
     """By key: what it is. Pure but for the sources of the schemas."""
-    return _notes(schema.keys, "", inspect.getsource(schema.kind) + inspect.getsource(EngineConfig))
+    return _notes(schema.keys, "", "".join(map(inspect.getsource, (*schema.kind.__mro__[:-1], EngineConfig))))
 
 
 def keys_of(word: str, schemas: Sequence[Schema]) -> str:

@@ -108,17 +108,14 @@ class ChatConfig(TemplateConfig):
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """One run of prompts. Two runs with equal `engine` share one; users write its sections at the top."""
+class Shared:
+    """What runs of prompts and evaluations have in common. Two with equal `engine` share one; users write its sections
+    at the top."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    prompts: Any = None  # None: built in; a list of prompts; the name of a .txt or .jsonl file; one prompt
-    chat: ChatConfig = field(default_factory=ChatConfig)
-    out: str | None = None
     seed: int = 0
     adapter: str | None = None  # the LoRA adapter of all rows: a name of lora.paths
-    return_logprob: bool = False
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     trace: Trace = Trace.off
     max_errors: int | None = None
@@ -127,24 +124,27 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class RunConfig(Shared):
+    """One run of prompts."""
+
+    prompts: Any = None  # None: built in; a list of prompts; the name of a .txt or .jsonl file; one prompt
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    out: str | None = None
+    return_logprob: bool = False
+
+
+@dataclass(frozen=True)
+class EvalConfig(Shared):
     """One evaluation: a task's rows through a model."""
 
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    trace: Trace = Trace.requests
+    show: int = 3
     task: TaskConfig = field(default_factory=TaskConfig)
     chat: TemplateConfig = field(default_factory=TemplateConfig)
-    seed: int = 0
-    adapter: str | None = None  # the LoRA adapter of all rows: a name of lora.paths
     top_logprobs: int = 0
     out: str | None = None
     run: ShardConfig = field(default_factory=ShardConfig)
-    resume: ResumeConfig = field(default_factory=ResumeConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
-    trace: Trace = Trace.requests
-    max_errors: int | None = None
-    show: int = 3
-    view: View = View.auto
 
 
 # What may change between the parts of one run, since no result depends on it and it names no other experiment.
@@ -159,9 +159,8 @@ def evaluation_of(config: RunConfig, builtin: tuple[Any, ...]) -> EvalConfig:
     rows: dict[str, Any] = {"data": prompts} if isinstance(prompts, str) else {"prompts": tuple(prompts)}
     rows |= {"format": Format.prompts, "images": "images", "chat": config.chat.enabled}
     task = TaskConfig("prompts", target=None, match=Match.none, **rows)
-    shared = ("engine", "sampling", "seed", "adapter", "resume", "trace", "max_errors", "show", "view")
     chat = TemplateConfig(config.chat.system, config.chat.template_kwargs)
-    return EvalConfig(task=task, chat=chat, **{name: getattr(config, name) for name in shared})
+    return EvalConfig(task=task, chat=chat, **{f.name: getattr(config, f.name) for f in fields(Shared)})
 
 
 def is_prompt(text: str) -> bool:
