@@ -132,10 +132,6 @@ def read_pythonic(body: str) -> list[ToolCall]:
     return [call_of(one, "" if i else body) for i, one in enumerate(found)]
 
 
-def _read_listed(body: str) -> list[ToolCall]:
-    return read_pythonic(body) or [ToolCall("", {}, body, f"there is no tool call: {body.strip()!r:.200}")]
-
-
 def _python_call(node: ast.expr) -> dict[str, Any]:
     """Errors: ValueError."""
     if isinstance(node, ast.Call) and not node.args and _NAME.fullmatch(name := ast.unparse(node.func)):
@@ -180,12 +176,7 @@ def _read_marked(body: str, begin: str, gap: str, end: str) -> list[ToolCall]:
             arguments = arguments.rpartition("```")[0] or arguments
         name = re.sub(r"^functions\.(.*):\d+$", r"\1", name.strip())
         calls.append(call_of({"name": name, "arguments": arguments}, part))
-    return calls or [ToolCall("", {}, body, f"there is no tool call: {body.strip()!r:.200}")]
-
-
-def _read_invokes(body: str) -> list[ToolCall]:
-    calls = [call for part in body.split("</invoke>")[:-1] for call in _INVOKE(part)]
-    return calls or [ToolCall("", {}, body, f"there is no tool call: {body.strip()!r:.200}")]
+    return calls
 
 
 def _read_pairs(body: str, head: str, behind: str, key: str, value: str, gap: str, end: str) -> list[ToolCall]:
@@ -220,13 +211,13 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
     Format("kimi", ("<|tool_calls_section_begin|>",), ("kimi_k2",),
            "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _KIMI),
     Format("minimax", ("<minimax:tool_call>",), ("minimax-m2",), "<minimax:tool_call>", "</minimax:tool_call>",
-           _read_invokes),
+           lambda body: [call for part in body.split("</invoke>")[:-1] for call in _INVOKE(part)]),
     Format("mistral", ("[TOOL_CALLS]",), ("mistral",), "[TOOL_CALLS]", "", _read_named),
     Format("glm", ("<tool_call>", "<arg_key>"), ("glm", "glm45", "glm47"), "<tool_call>", "</tool_call>", _GLM),
     Format("qwen_xml", ("<tool_call>", "<function="), ("qwen3_coder",), "<tool_call>", "</tool_call>", _XML),
     Format("hermes", ("tools", "<tool_call>"), ("qwen", "qwen25", "qwen3", "hermes"), "<tool_call>", "</tool_call>",
            read_json),
-    Format("lfm2", ("<|tool_list_start|>",), ("lfm2",), "<|tool_call_start|>", "<|tool_call_end|>", _read_listed),
+    Format("lfm2", ("<|tool_list_start|>",), ("lfm2",), "<|tool_call_start|>", "<|tool_call_end|>", read_pythonic),
     Format("pythonic", ("tools", "[func_name1("), ("pythonic",)),
     Format("llama", ("tools", '"parameters"'), ("llama3",)),
 )  # fmt: skip

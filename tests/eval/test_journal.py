@@ -35,7 +35,7 @@ def scanned(path: Path, data: bytes) -> list[Entry | Damage]:
 def test_lines_come_back(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with Journal(path) as journal:
-        assert [journal.append(line) for line in LINES] == STARTS[:-1]
+        assert [journal.extend([line])[0] for line in LINES] == STARTS[:-1]
     found = entries(list(scan(path)))
     assert [e.offset for e in found] == STARTS[:-1] and [e.head for e in found][2] == [1, 1, 7]
     with path.open("rb") as file:
@@ -77,7 +77,7 @@ def test_lines_that_come_together_are_one_write(tmp_path: Path) -> None:
 
     with Journal(tmp_path / "j", write=write) as journal:
         assert journal.extend(LINES[:4]) == STARTS[:4] and journal.extend([]) == []
-        assert journal.append(LINES[4]) == STARTS[4] and journal.size == STARTS[5]
+        assert journal.extend([LINES[4]]) == [STARTS[4]] and journal.size == STARTS[5]
     assert writes == [WHOLE[: STARTS[4]], LINES[4]]
 
 
@@ -101,7 +101,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, room: int, together: boo
     assert caught.value.errno == errno.ENOSPC and "same command" in str(caught.value)
     left[0] = 10_000
     with pytest.raises(StorageError):
-        journal.append(LINES[0])
+        journal.extend([LINES[0]])
     journal.close()
     whole = sum(start <= room for start in STARTS) - 1
     assert path.read_bytes() == WHOLE[: STARTS[whole]]
@@ -117,7 +117,7 @@ def test_a_system_that_writes_nothing_is_not_asked_for_ever(tmp_path: Path) -> N
 
     journal = Journal(tmp_path / "j", write=write)
     with pytest.raises(StorageError, match="make room") as caught:
-        journal.append(encode([1, 2, 3], b"{}"))
+        journal.extend([encode([1, 2, 3], b"{}")])
     assert caught.value.errno == errno.ENOSPC and len(asked) == 1
 
 
@@ -155,7 +155,7 @@ def test_fsync_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     journal = Journal(tmp_path / "j", sync_seconds=1e9, sync_rows=2, fsync=synced.append)
     for line in LINES[:5]:
-        journal.append(line)
+        journal.extend([line])
     assert len(synced) == 2
     journal.sync_if_due()
     assert len(synced) == 2
@@ -163,7 +163,7 @@ def test_fsync_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal.close()
     assert len(synced) == 3
     eager = Journal(tmp_path / "j", sync_seconds=0.0, fsync=synced.append)
-    eager.append(LINES[0])
+    eager.extend([LINES[0]])
     assert len(synced) == 4
     together = Journal(tmp_path / "j", sync_seconds=1e9, sync_rows=4, fsync=synced.append)
     for count in (4, 5, 5):
@@ -174,7 +174,7 @@ def test_fsync_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = Journal(tmp_path / "j", sync_seconds=2.0, fsync=synced.append)
     for moment in (101.0, 102.0, 103.0, 105.0, 106.0):
         clock[0] = moment
-        timed.append(LINES[0])
+        timed.extend([LINES[0]])
         counts.append(len(synced))
     assert counts == [5, 6, 6, 7, 7]
 
@@ -186,7 +186,7 @@ def test_a_failed_fsync_is_final(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", sync_rows=1, fsync=fsync)
     for _ in range(2):
         with pytest.raises(StorageError, match="Input/output"):
-            journal.append(LINES[0])
+            journal.extend([LINES[0]])
     with pytest.raises(StorageError):
         journal.sync()
 
@@ -199,7 +199,7 @@ def test_the_limit_of_a_files_size(tmp_path: Path) -> None:
     try:
         with pytest.raises(StorageError, match="File too large"):
             for line in LINES:
-                journal.append(line)
+                journal.extend([line])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "j").read_bytes() == WHOLE[: STARTS[2]]

@@ -144,13 +144,9 @@ class Journal(AbstractContextManager["Journal"]):
         except OSError as error:
             raise StorageError(f"journal {path} cannot be opened: {error.strerror or error}") from error
 
-    def append(self, line: bytes) -> int:
-        """Writes one line of `encode` and returns its offset. Errors: StorageError, and then the line is not kept."""
-        return self.extend([line])[0]
-
     def extend(self, lines: Sequence[bytes]) -> list[int]:
-        """Writes lines by one `write`, and returns their offsets. Errors: StorageError, and then those that are whole
-        in the file are kept, of the others nothing."""
+        """Writes lines of `encode` by one `write`, and returns their offsets. Errors: StorageError, and then those that
+        are whole in the file are kept, of the others nothing."""
         if self._failed is not None:
             raise self._failed
         ends = list(accumulate(map(len, lines), initial=self.size))
