@@ -1,25 +1,15 @@
-"""Decodes images in a process of its own, which a hostile file may take down. Run by `decoder.py`; imports no fengine.
-in: 8 bytes of length, the encoded image; again and again out: a line of JSON, {"size": [width, height]} or {"error":
-why}; behind a size width * height * 3 bytes of RGB"""
+"""Decodes images, those that are encoded in a process of `decoder.py`, which a hostile file may take down."""
 
 import io
-import json
-import sys
+import os
 import warnings
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-try:
-    import resource
-except ImportError:  # not a POSIX system
-    resource = None
+from fengine.tokenizer.trial import Refused
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 RATIO = 200  # of sides: a processor that wants a length of the shorter one would make the longer one as much longer
-
-
-class Refused(Exception):
-    """Why an image is not taken."""
 
 
 def decoded(data: bytes, most_pixels: int) -> Image.Image:
@@ -52,30 +42,15 @@ def as_rgb(image: Image.Image, most_pixels: int) -> Image.Image:
     return image.convert("RGB")
 
 
-def main() -> None:
-    """Until the input ends."""
-    most_pixels, (source, sink) = int(sys.argv[1]), (sys.stdin.buffer, sys.stdout.buffer)
+def attempt(most_pixels: int, data: bytes) -> tuple[tuple[int, int], bytes]:
+    """Width and height of an encoded image, and its RGB. In a process of its own. Errors: Refused; MemoryError."""
     Image.MAX_IMAGE_PIXELS = None  # the limit is ours
-    Image.init()
-    warnings.simplefilter("ignore")
-    limit_memory(most_pixels)
-    while len(head := source.read(8)) == 8:
-        data = source.read(int.from_bytes(head, "little"))
-        try:
+    try:
+        with warnings.catch_warnings(action="ignore"), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)  # libraries of C tell of damage there
             image = decoded(data, most_pixels)
-            told, pixels = {"size": image.size}, image.tobytes()
-        except Exception as error:  # whatever a file makes a decoder raise
-            told, pixels = {"error": str(error)[:300] or type(error).__name__}, b""
-        sink.write(json.dumps(told).encode() + b"\n" + pixels)
-        sink.flush()
-
-
-def limit_memory(most_pixels: int) -> None:
-    """To what a picture of that size takes a few times; where the system knows such limits."""
-    if resource is not None:
-        most = (1 << 30) + 32 * most_pixels
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
-if __name__ == "__main__":
-    main()
+            return image.size, image.tobytes()
+    except (Refused, MemoryError):
+        raise
+    except Exception as error:  # whatever a file makes a decoder raise
+        raise Refused(str(error)[:300] or type(error).__name__) from None

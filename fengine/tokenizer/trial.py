@@ -2,6 +2,8 @@
 
     question --a line of JSON--> the child: tries it --a line of JSON--> {"result": …} or {"error": …}
 
+Bytes may stand behind either line, which ends with their number.
+
 No limit of a library covers every step: 800 patternProperties of 27 kB take a grammar compiler minutes, a split pattern
 can take a tokenizer an hour, a chat template of 30 characters fills the memory. The kernel ends the child after so many
 seconds of work, or where its memory ends. A child starts with the first question, and after another one has ended. No
@@ -40,21 +42,27 @@ class Limits(NamedTuple):
 LIMITS = Limits()
 
 
-def answer(attempt: Callable[[Any], Any], limits: Limits) -> None:
-    """In the child: answers questions until nobody asks any more. `attempt` raises Refused."""
+def answer(attempt: Callable[..., Any], limits: Limits) -> None:
+    """In the child: answers questions until nobody asks any more. `attempt` raises Refused. One that takes bytes, too,
+    gives (result, bytes)."""
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory, limits.memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for line in sys.stdin:
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    for line in source:
+        question, size = json.loads(line)
+        data, more = None if size is None else source.read(size), b""
         signal.setitimer(signal.ITIMER_PROF, limits.seconds)  # its signal ends the process, wherever it is
         try:
-            reply = json.dumps({"result": attempt(json.loads(line))})
+            result, more = (attempt(question), more) if data is None else attempt(question, data)
+            reply = json.dumps([{"result": result}, len(more)])
         except Refused as error:
-            reply = json.dumps({"error": str(error)})
+            reply = json.dumps([{"error": str(error)}, 0])
         except MemoryError:  # what is left of it may be in pieces: another child begins with all
             os.kill(os.getpid(), signal.SIGKILL)
             return
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(reply, flush=True)
+        sink.writelines((reply.encode(), b"\n", more))
+        sink.flush()
 
 
 class Trials:
@@ -67,29 +75,36 @@ class Trials:
             f"from fengine.tokenizer.trial import Limits, answer; from {module} import attempt; "
             f"answer(attempt, Limits{tuple(limits)})"
         )
-        self.children: list[subprocess.Popen[str] | None] = [None] * count
+        self.children: list[subprocess.Popen[bytes] | None] = [None] * count
         self._idle: LifoQueue[int] = LifoQueue()  # one that has started comes first
         for i in range(count):
             self._idle.put(i)
 
-    def ask(self, question: Any) -> Any:
+    def ask(self, question: Any, data: bytes | None = None) -> Any:
         """What a child's attempt gave; waits for one that nobody asks. Errors: Refused; EngineClosedError; FengineError
         if no child can run."""
+        head, reply, size, more = json.dumps([question, None if data is None else len(data)]), {}, 0, b""
         i = self._idle.get()
         try:
-            child, line = self._started(i), ""
-            with suppress(OSError):  # it may have ended
-                print(json.dumps(question), file=child.stdin, flush=True)
-                line = child.stdout.readline() if child.stdout else ""
-            if not line.endswith("\n"):
-                self.children[i] = None
+            child = self._started(i)
+            assert child.stdin is not None and child.stdout is not None
+            with suppress(OSError, ValueError):  # it may have ended
+                child.stdin.writelines((head.encode(), b"\n", data or b""))
+                child.stdin.flush()
+                reply, size = json.loads(child.stdout.readline())
+                more = child.stdout.read(size)
+            if not reply or len(more) < size:
                 raise self._ended(child.wait())
+        except BaseException:  # of one who was interrupted, too: the next to ask would take the answer for their own
+            child, self.children[i] = self.children[i], None
+            if child is not None:
+                child.kill()
+            raise
         finally:
             self._idle.put(i)
-        reply = json.loads(line)
         if "error" in reply:
             raise Refused(reply["error"])
-        return reply["result"]
+        return reply["result"] if data is None else (reply["result"], more)
 
     def close(self) -> None:
         """Ends the children. For any thread."""
@@ -98,14 +113,14 @@ class Trials:
             child.kill()
             child.wait()
 
-    def _started(self, i: int) -> "subprocess.Popen[str]":
+    def _started(self, i: int) -> "subprocess.Popen[bytes]":
         child = self.children[i]
         if child is None or child.poll() is not None:
             paths = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
             try:
                 child = self.children[i] = subprocess.Popen(
-                    [sys.executable, "-c", self._code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="ascii",
-                    env=os.environ | {"PYTHONPATH": paths, "PYTHONIOENCODING": "ascii"},
+                    [sys.executable, "-c", self._code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    env=os.environ | {"PYTHONPATH": paths},
                     process_group=0,  # a terminal's Ctrl-C is not for it: it ends when nobody can ask any more
                 )  # fmt: skip
             except OSError as error:

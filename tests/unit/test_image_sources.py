@@ -4,14 +4,13 @@ import base64
 import contextlib
 import errno
 import io
-import os
-import signal
 import struct
 import threading
 import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -160,61 +159,48 @@ def test_paths_over_http_stay_in_their_folder(tmp_path: Path) -> None:
     sources.close()
 
 
-def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
-    decoder = Decoder(10_000, patience=60.0)
+def test_a_decoder_that_dies_or_takes_long_costs_one_image() -> None:
+    decoder = Decoder(10_000)
     assert decoder.decode(encoded()).shape == (5, 7, 3)
-    process = decoder._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    decoder.patience = 0.01
-    with pytest.raises(InvalidRequestError, match="takes longer"):
-        decoder.decode(encoded())
-    decoder.patience = 60.0
+    (child,) = decoder._trials.children
+    assert child is not None
+    child.kill()
+    child.wait()
     assert decoder.decode(encoded()).shape == (5, 7, 3)
     decoder.close()
-    assert process.poll() is not None
+    slow = Decoder(10**8, seconds=0.02)
+    with pytest.raises(InvalidRequestError, match="more time than 0.02 s"):
+        slow.decode(encoded(Image.new("RGB", (6000, 6000))))
+    slow.close()
+
+
+def test_an_answer_that_was_not_read_is_nobody_elses() -> None:
+    decoder = Decoder(10_000)
+    decoder.decode(encoded())
+    (child,) = decoder._trials.children
+    assert child is not None
+    stdout = child.stdout
+
+    def interrupted() -> str:
+        child.stdout = stdout
+        raise KeyboardInterrupt
+
+    child.stdout = SimpleNamespace(readline=interrupted)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        decoder.decode(encoded())
+    assert decoder.decode(encoded(Image.new("RGB", (3, 4)))).shape == (4, 3, 3)
+    decoder.close()
 
 
 def test_a_decoder_that_cannot_start_is_told_and_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    decoder = Decoder(10_000, patience=60.0)
+    decoder = Decoder(10_000)
     with monkeypatch.context() as patch, pytest.raises(FengineError, match="Too many open files"):
-        patch.setattr("fengine.multimodal.decoder.subprocess.Popen", full)
+        patch.setattr("fengine.tokenizer.trial.subprocess.Popen", full)
         decoder.decode(encoded())
     assert np.array_equal(decoder.decode(encoded()), PIXELS)
-    decoder.close()
-
-
-def test_a_process_that_is_killed_as_it_answers_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, ended = Decoder(10_000, patience=0.01), list[Any]()
-
-    def late(process: Any, data: bytes) -> np.ndarray:
-        process.wait()
-        ended.append(process)
-        return PIXELS
-
-    monkeypatch.setattr("fengine.multimodal.decoder._exchange", late)
-    assert decoder.decode(b"") is PIXELS and decoder._process is None
-    assert ended[0].stdin.closed and ended[0].stdout.closed
-
-
-def test_an_answer_that_was_not_read_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = Decoder(10_000, patience=60.0)
-
-    def interrupted(process: Any, data: bytes) -> None:
-        process.stdin.write(len(data).to_bytes(8, "little") + data)
-        process.stdin.flush()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("fengine.multimodal.decoder._exchange", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            decoder.decode(encoded())
-    file = io.BytesIO()
-    Image.new("RGB", (3, 4)).save(file, "PNG")
-    assert decoder.decode(file.getvalue()).shape == (4, 3, 3)
     decoder.close()
 
 
