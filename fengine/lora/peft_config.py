@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fengine.errors import AdapterError, InvalidRequestError, ModelLoadError
+from fengine.models.fields import OFF
 from fengine.tokenizer.stop_regex import StopRegex, StopRegexSearch
 from fengine.worker.safetensors_file import read_json
 
@@ -23,10 +24,6 @@ HARMLESS = {  # what training needed, and what says nothing about the result
 MAX_RANK = 4096
 PLAIN = re.compile(r"[^*+?{}()|\\\[\]]*")  # a pattern that `re` reads in linear time
 ALL_LINEAR = "all-linear"
-
-
-def _off(value: Any) -> bool:
-    return value is None or value is False or (type(value) in (int, float) and value == 0) or value in ("", [], {})
 
 
 def _names(value: Any) -> tuple[str, ...] | str | None:
@@ -76,7 +73,7 @@ BUILT = {  # settings of which one meaning is built, and why no other
         ": its training changed the base weights, too; convert the adapter to plain LoRA with PEFT's "
         "save_pretrained(path_initial_model_for_weight_conversion=...)"),
     "layers_pattern": Field(
-        lambda value: _off(value) or "layers" in (_names([value] if isinstance(value, str) else value) or ()),
+        lambda value: value in OFF or "layers" in (_names([value] if isinstance(value, str) else value) or ()),
         ": the layers of this model are in 'layers'"),
 }  # fmt: skip
 
@@ -148,7 +145,7 @@ def parse_config(values: Mapping[str, Any], path: str) -> PeftConfig:
         f"{name}={value!r:.80} is not supported{BUILT[name].needed if name in BUILT else ''}"
         for name, value in values.items()
         if name not in {"peft_type"} | FIELDS.keys() | HARMLESS
-        and not (BUILT[name].good(value) if name in BUILT else _off(value))
+        and not (BUILT[name].good(value) if name in BUILT else value in OFF)
     ]
     problems += [
         f"{name} must be {field.needed}, got {values.get(name)!r:.80}"

@@ -8,6 +8,7 @@ from fengine.models.spec import Config
 
 Fields = Mapping[str, str]  # key -> READ, or the reason why it changes nothing here
 READ = "read"
+OFF = (None, False, 0, "", [], {})  # values of a setting that asks for nothing
 
 NAMES = "says where the checkpoint comes from"
 TRAINING = "of training: dropout, losses and initialisation do nothing in inference"
@@ -53,9 +54,9 @@ DECODER: Fields = {
 
 
 def check_fields(config: Config, fields: Fields, architecture: str) -> None:
-    """A key that is not in `fields` is refused, unless it is off: null, false, 0, empty. Errors:
-    UnsupportedArchitectureError with every such key, one a line."""
-    unknown = [key for key, value in config.items() if key not in fields and value not in (None, False, 0, "", [], {})]
+    """A key that is not in `fields` is refused, unless it is off. Errors: UnsupportedArchitectureError with every such
+    key, one a line."""
+    unknown = [key for key, value in config.items() if key not in fields and value not in OFF]
     if unknown:
         shown = "\n  ".join(f"{key} = {config[key]!r}"[:200] for key in unknown)
         raise UnsupportedArchitectureError(

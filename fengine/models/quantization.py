@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fengine.errors import ConfigError, UnsupportedFormatError
+from fengine.models.fields import OFF
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, Quantization, Scheme
 
@@ -89,7 +90,7 @@ def _unbuilt(what: str) -> UnsupportedFormatError:
 def _refuse_rest(read: ConfigReader, known: set[str]) -> None:
     """A key that may change the result is refused by name. Errors: UnsupportedFormatError."""
     for key, value in read.config.items():
-        if key not in known | TOOLS and value not in (None, False, 0, "", [], {}):
+        if key not in known | TOOLS and value not in OFF:
             raise _unbuilt(f"{key} = {value!r:.80}")
 
 
