@@ -40,6 +40,7 @@ def config(*words: str):  # noqa: ANN201
             for bad in ("[1]", '{"a":1,"a":2}', '{"a":NaN}')
         ),
         ("tp=2", "unknown key tp; fengine's word for it is parallel.tp_size"),
+        ("engine.dp_size=2", "unknown key engine.dp_size; did you mean parallel.dp_size?"),
         ("gpu_memory_utilization=0.5", "cache.mem_fraction_static"),
         ("enforce_eager=true", "compile.cuda_graph=false"),
         ("dp_size=2", "parallel.dp_size"),

@@ -262,7 +262,8 @@ def _of_key(error: BaseException, schema: Schema | None) -> str:
     cause, first = _cause(error)
     key = getattr(cause, "full_key", None)
     if schema is not None and key and isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        return unknown(key, schema.keys)
+        whole = re.match(rf"Could not override '({re.escape(key)}\.[^']+)'", str(error))
+        return unknown(whole[1] if whole else key, schema.keys)
     if key and "is not a ListConfig" in first:
         return f"""{key} must be a list: {key}='["one","two"]', or of numbers {key}=[1,2]"""
     if isinstance(cause, MissingMandatoryValue):
