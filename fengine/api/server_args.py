@@ -169,10 +169,11 @@ class ServerArgs:
         (rows, prefill_graphs), number, chunk = graphs_of(vars(self)), self.base_gpu_id, self.chunked_prefill_size
         if number and self.device not in (None, "cpu", "cuda", f"cuda:{number}"):
             raise ConfigError(f"device={self.device!r} and base_gpu_id={number} name two GPUs; leave one of them out")
-        dtype = plain(self.dtype) if isinstance(self.dtype, str) else told(self.dtype)
         return {
             "model.path": str(self.model_path),
-            "model.dtype": dtype.removeprefix("torch."),
+            "model.dtype": (plain(self.dtype) if isinstance(self.dtype, str) else told(self.dtype)).removeprefix(
+                "torch."
+            ),
             "model.gpu_id": number,
             "model.json_overrides": json.dumps(overrides, sort_keys=True) if overrides else "",
             "scheduler.max_step_tokens": chunk if chunk is None or chunk > 0 else None,  # -1: chunking is off
@@ -196,9 +197,8 @@ class ServerArgs:
     @property
     def hidden_states_mode(self) -> str | None:
         """The most that a call may ask for: None, "last" or "full"."""
-        return (
-            "full" if self.enable_return_hidden_states or self.return_hidden_states else self.return_hidden_states_mode
-        )
+        full = self.enable_return_hidden_states or self.return_hidden_states
+        return "full" if full else self.return_hidden_states_mode
 
     def preferred(self) -> dict[str, Any]:
         """`preferred_sampling_params`, checked. Errors: ConfigError."""

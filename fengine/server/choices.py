@@ -94,8 +94,6 @@ class ChoiceWriter(Writer):
         """The whole answer. Pure."""
         return {**self.head, "choices": choices, "usage": usage}
 
-    # What kinds of choices differ in.
-
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         """The choice of a complete output."""
@@ -118,8 +116,6 @@ class ChoiceWriter(Writer):
 
     def usage(self, outputs: list[Output]) -> dict[str, Any]:
         return usage_of(outputs, self.given["n"])
-
-    # `Writer`'s.
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
         choices = [self.choice(i, output) for i, output in enumerate(outputs)]

@@ -127,9 +127,13 @@ def _message(message: Any, where: str) -> list[Any]:
     if calls:
         told["tool_calls"] = calls
     if parts or calls or not results:
-        images = any(map(is_image, parts))
-        results.append(told | {"content": parts if images else "\n".join(part["text"] for part in parts)})
+        results.append(told | {"content": _content(parts)})
     return results
+
+
+def _content(parts: list[dict[str, Any]]) -> Any:
+    """The parts if there are images, else their texts. Pure."""
+    return parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
 
 
 def _result(block: dict[str, Any], at: str) -> dict[str, Any]:

@@ -160,12 +160,17 @@ def read_body(url: Any, body: Any, max_samples: int) -> OpenAIRequest:
     return READERS[url](body, max_samples)
 
 
-def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], max_samples: int) -> dict[str, Any]:
-    """Every field of a body, or its default. Errors: ApiError."""
+def _refuse_whole(body: Mapping[str, Any]) -> None:
+    """vLLM's word for logprobs of every id. Errors: ApiError."""
     for name in ("prompt_logprobs", "logprobs", "top_logprobs"):
         if type(body.get(name)) is int and body[name] < 0:
             told = f"{name}={body[name]}, the whole vocabulary, is not told over HTTP: ask for at most {MAX_LOGPROBS}"
             raise unsupported(name, f"{told} of the likeliest, or for ids of your own: token_ids_logprob of /generate.")
+
+
+def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], max_samples: int) -> dict[str, Any]:
+    """Every field of a body, or its default. Errors: ApiError."""
+    _refuse_whole(body)
     given = fields.take(body, known | {"n": whole("", 1, max_samples, 1)}, refused)
     if given["stream_options"] is not None and not given["stream"]:
         raise invalid("stream_options", "stream_options is only for stream=true.")

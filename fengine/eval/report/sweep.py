@@ -151,8 +151,7 @@ def _word(key: str) -> str:
 def _deltas(points: Sequence[SweptRun]) -> dict[str, Any]:
     """`deltas`: [a, b, score, value, stderr, low, high, n, up, down] of b - a over the rows that both have. Every
     pair of points of one input, where they are not too many; then each with the first of its input."""
-    good = [i for i, point in enumerate(points) if point.problem is None and len(point.keys)]
-    kin = [(a, b) for a, b in combinations(good, 2) if _input(points[a]) == _input(points[b])]
+    kin = _kin(points)
     complete = sum(len(points[a].keys) * (1000 if RESAMPLED in points[a].columns else 1) for a, _ in kin) <= PAIRS
     firsts = {a for a, _ in kin} - {b for _, b in kin}  # of each input
     found = []
@@ -161,6 +160,12 @@ def _deltas(points: Sequence[SweptRun]) -> dict[str, Any]:
             values = [number(value, 9) for value in (delta.value, delta.stderr, delta.low, delta.high)]
             found.append([a, b, cut(name, 100), *values, delta.n, delta.up, delta.down])
     return {"deltas": found, "complete": complete}
+
+
+def _kin(points: Sequence[SweptRun]) -> list[tuple[int, int]]:
+    """The places of two points that have the same input. Pure."""
+    good = [i for i, point in enumerate(points) if point.problem is None and len(point.keys)]
+    return [(a, b) for a, b in combinations(good, 2) if _input(points[a]) == _input(points[b])]
 
 
 def _input(point: SweptRun) -> tuple[str, str]:
