@@ -169,11 +169,10 @@ class ServerArgs:
         (rows, prefill_graphs), number, chunk = graphs_of(vars(self)), self.base_gpu_id, self.chunked_prefill_size
         if number and self.device not in (None, "cpu", "cuda", f"cuda:{number}"):
             raise ConfigError(f"device={self.device!r} and base_gpu_id={number} name two GPUs; leave one of them out")
+        dtype = plain(self.dtype) if isinstance(self.dtype, str) else told(self.dtype)
         return {
             "model.path": str(self.model_path),
-            "model.dtype": (plain(self.dtype) if isinstance(self.dtype, str) else told(self.dtype)).removeprefix(
-                "torch."
-            ),
+            "model.dtype": dtype.removeprefix("torch."),
             "model.gpu_id": number,
             "model.json_overrides": json.dumps(overrides, sort_keys=True) if overrides else "",
             "scheduler.max_step_tokens": chunk if chunk is None or chunk > 0 else None,  # -1: chunking is off
@@ -234,9 +233,9 @@ class ServerArgs:
         bad = []
         for f in fields(self):
             value, allowed = getattr(self, f.name), get_args(f.type) or (f.type,)
-            if f.type is Any or f.name == "model_path" and isinstance(value, os.PathLike):
-                continue
             fits = type(value) in allowed or (type(value) is int and float in allowed)
+            if f.type is Any or (f.name == "model_path" and isinstance(value, os.PathLike)):
+                continue
             if not fits or (type(value) is int and value.bit_length() > MAX_BITS):
                 kind = getattr(f.type, "__name__", f.type)
                 bad.append(f"{f.name} must be {kind}, got {told(value)} ({type(value).__name__})")
@@ -256,13 +255,12 @@ class ServerArgs:
         if self.constrained_json_disable_any_whitespace and self.constrained_json_whitespace_pattern is not None:
             names = "constrained_json_disable_any_whitespace and constrained_json_whitespace_pattern"
             raise ConfigError(f"{names} exclude each other; leave one out")
-        try:
-            _ = self.whitespace
-        except GrammarError as error:
-            raise ConfigError(str(error)) from error
         if not self.weight_version:
             raise ConfigError("weight_version must be a text that is not empty")
-        self.preferred()
+        try:
+            _ = self.whitespace, self.preferred()
+        except GrammarError as error:
+            raise ConfigError(str(error)) from error
 
 
 def prepare_server_args(argv: Sequence[str]) -> ServerArgs:

@@ -54,28 +54,19 @@ def load(
     tokenizer, begun = None, time.perf_counter()
     if not model.skip_tokenizer_init:
         path = model.tokenizer_path
-        tokenizer = make_tokenizer(
-            resolve_model(path, weights=False, cache_dir=model.download_dir) if path else model_dir
-        )
+        folder = resolve_model(path, weights=False, cache_dir=model.download_dir) if path else model_dir
+        tokenizer = make_tokenizer(folder)
     generation = read_generation_config(model_dir, model.json_overrides)
     eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
     read = time.perf_counter()
-    origin = (
-        None if model.load_format is LoadFormat.dummy else Origin.of(model_dir)
-    )  # before: files may change meanwhile
-    params = (
-        {}
-        if not weights
-        else load_params(
-            model_dir,
-            spec,
-            dtype=model.dtype,
-            device=device_of(config),
-            context_length=context,
-            load_format=model.load_format,
-            group=group,
-        )
-    )
+    # Before the weights are read: their files may change meanwhile.
+    origin = None if model.load_format is LoadFormat.dummy else Origin.of(model_dir)
+    params: Params = {}
+    if weights:
+        params = load_params(
+            model_dir, spec, dtype=model.dtype, device=device_of(config), context_length=context,
+            load_format=model.load_format, group=group,
+        )  # fmt: skip
     seconds = {"tokenizer_e2e": read - begun, "load_weight": time.perf_counter() - read}
     return Loaded(spec, params, context, eos_ids, model_dir, tokenizer, origin, pooling, seconds)
 

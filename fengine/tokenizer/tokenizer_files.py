@@ -102,15 +102,19 @@ def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     value, where = config.get("chat_template"), directory / "tokenizer_config.json"
     if files or value is None:
         return files
-    if isinstance(value, list) and all(isinstance(t, dict) for t in value):
-        names = [t.get("name") for t in value]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ModelLoadError(f"{where}: two chat templates are named {twice!r:.80}; remove one.")
-        value = dict(zip(names, (t.get("template") for t in value), strict=True))
+    if isinstance(value, list) and all(isinstance(t, dict) and isinstance(t.get("name"), str) for t in value):
+        value = _by_name(value, where)
     value = {"default": value} if isinstance(value, str) else value
     if not isinstance(value, dict) or any(not isinstance(x, str) for item in value.items() for x in item):
         raise ModelLoadError(f'{where}: chat_template must be a string or a list of {{"name", "template"}}.')
     return value
+
+
+def _by_name(templates: list[dict[str, Any]], where: Path) -> dict[str, Any]:
+    names = [template["name"] for template in templates]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ModelLoadError(f"{where}: two chat templates are named {twice!r:.80}; remove one.")
+    return dict(zip(names, (template.get("template") for template in templates), strict=True))
 
 
 def read_template(source: str) -> str:
