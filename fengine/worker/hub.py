@@ -13,7 +13,8 @@ from huggingface_hub.errors import (
 
 from fengine.config.schema import BOX as BOX
 from fengine.config.schema import PACKAGED
-from fengine.errors import ConfigError, ModelLoadError
+from fengine.errors import ConfigError, ModelLoadError, UnsupportedFormatError
+from fengine.worker.safetensors_file import NEVER_OPENED
 
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+", re.ASCII)
 TEXT_FILES = ["*.json", "*.jinja", "merges.txt"]
@@ -40,6 +41,8 @@ def resolve_model(
             raise ConfigError(f"revision {revision!r} applies to hub ids, but {path!r} is a directory; leave it out.")
         return directory
     if path and (directory.exists() or directory.is_symlink()):
+        if directory.suffix in NEVER_OPENED:
+            raise UnsupportedFormatError(f"{path}: {directory.suffix} files are never opened; use safetensors.")
         raise ModelLoadError(f"{path} is not a directory; pass the directory that holds config.json and the weights.")
     if not HUB_ID.fullmatch(path):
         raise ModelLoadError(
