@@ -135,6 +135,7 @@ def read_by(parts: Parts) -> dict[str, Any]:
     """By name, what the model and adapters were read from that an engine computes with. Pure."""
     origin, adapters = parts.weights.origin, parts.adapters
     found: dict[str, Any] = {"config.json": repr(parts.spec), "weights": origin and str(origin.directory)}
+    found["tensors"] = parts.weights.writes
     if origin is not None:
         found |= {str(origin.directory / name): rest for name, *rest in origin.stamp}
     if adapters is not None:

@@ -134,12 +134,15 @@ def _rule(read: ConfigReader, pattern: str, scheme: Scheme | None) -> tuple[str,
 def _is_quick(pattern: str) -> bool:
     """Whether `re` can tell soon that a module's name does not match: what is repeated has no choices in it. Pure."""
     left, repeats = re.sub(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", "x", pattern), r"[*+{]"  # escapes and classes: a letter
+    left = f"({left})"
     while found := re.search(r"\((?:\?[:=!<]+)?([^()]*)\)([*+{]?)", left):
         if found[2] and re.search(r"[*+?{|]", found[1]):
             return False
-        kept = "*" * len(re.findall(repeats, found[1])) + "|" * ("|" in found[1] or "?" in found[1])
+        ways = found[1].split("|")  # one after another
+        kept = "*" * max(len(re.findall(repeats, way)) for way in ways)
+        kept += "?" * (max(way.count("?") for way in ways) + (len(ways) > 1))
         left = f"{left[: found.start()]}x{kept}{left[found.start(2) :]}"
-    return len(re.findall(repeats, left)) <= MAX_REPEATS
+    return len(re.findall(repeats, left)) <= MAX_REPEATS and left.count("?") <= 2 * MAX_REPEATS
 
 
 def _kept(read: ConfigReader, names: list[str]) -> list[tuple[str, Scheme | None]]:

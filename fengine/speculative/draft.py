@@ -131,7 +131,7 @@ class DraftModel:
             ask.drafting.memo.learn(ask, self.head.behind)
         self._hear(asks)
         gain = sum(gain_of(ask.drafting, len(ask.request.token_ids) - 1, self.hope) for ask in asks)
-        if gain <= tolls(len(asks), *self.cost[2:]):  # by what has just been learnt
+        if gain <= tolls(len(asks), self.cost.toll, self.cost.crowd):  # by what has just been learnt
             return [[] for _ in asks]
         sizes = self._sizes(asks)
         found = self._propose([asks[i] for i in sizes], max(sizes.values(), default=0))
@@ -165,7 +165,7 @@ class DraftModel:
         """Has new rows rest where those that were tried for them would not pay beside so many. Modifies: the scouts,
         the asks' drafting."""
         gain = sum(pace.gain for pace in self.scouts) * len(asks)
-        if self.scouts and gain <= tolls(len(asks), *self.cost[2:]) * len(self.scouts):
+        if self.scouts and gain <= tolls(len(asks), self.cost.toll, self.cost.crowd) * len(self.scouts):
             self.scouts = []
             for ask in asks:
                 if ask.drafting.memo.pace.new and not ask.drafting.memo.pace.rest:

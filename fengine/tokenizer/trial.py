@@ -94,11 +94,13 @@ class Trials:
                 reply, size = json.loads(child.stdout.readline())
                 more = child.stdout.read(size)
             if not reply or len(more) < size:
+                with suppress(OSError):  # one that goes on, having said something else, ends by it
+                    child.stdin.close()
                 raise self._ended(child.wait())
         except BaseException:  # of one who was interrupted, too: the next to ask would take the answer for their own
             child, self.children[i] = self.children[i], None
             if child is not None:
-                child.kill()
+                _end(child)
             raise
         finally:
             self._idle.put(i)
@@ -110,8 +112,7 @@ class Trials:
         """Ends the children. For any thread."""
         self._closed = True
         for child in filter(None, self.children):
-            child.kill()
-            child.wait()
+            _end(child)
 
     def _started(self, i: int) -> "subprocess.Popen[bytes]":
         child = self.children[i]
@@ -119,7 +120,7 @@ class Trials:
             paths = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
             try:
                 child = self.children[i] = subprocess.Popen(
-                    [sys.executable, "-c", self._code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    [sys.executable, "-P", "-c", self._code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     env=os.environ | {"PYTHONPATH": paths},
                     process_group=0,  # a terminal's Ctrl-C is not for it: it ends when nobody can ask any more
                 )  # fmt: skip
@@ -134,10 +135,21 @@ class Trials:
             return EngineClosedError("the engine was shut down; create a new Engine")
         if code >= 0:
             return FengineError(f"the process that tries untrusted input ended with exit code {code}: see its errors")
+        if code not in (-signal.SIGPROF, -signal.SIGKILL):
+            return Refused(f"it ends the process that reads it ({signal.Signals(-code).name})")
         seconds, memory = self._limits
         late = code == -signal.SIGPROF
         taken = f"time than {seconds:g} s of a core" if late else f"memory than {memory >> 20} MiB"
         return Refused(f"it is too complex: it takes more {taken}")
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        with suppress(OSError, ValueError):  # half a question is left in it, or somebody reads it
+            assert pipe is not None
+            pipe.close()
 
 
 def shared(module: str, count: int, limits: Limits = LIMITS) -> Trials:

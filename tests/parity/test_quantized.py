@@ -483,11 +483,18 @@ def test_what_is_not_built_is_refused_by_name(config: Any, message: str) -> None
         (AWQ | {"modules_to_not_convert": ["(a+)+$"]}, "may take years"),
         (AWQ | {"modules_to_not_convert": ["((a|a)|b)*c"]}, "may take years"),
         (GPTQ | {"dynamic": {"-:" + "(.*)" * 7: {}}}, "may take years"),
+        (GPTQ | {"dynamic": {"-:" + "a?" * 26 + "x": {}}}, "may take years"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read_quantization({"quantization_config": config})
+
+
+def test_ways_of_a_pattern_that_are_tried_one_after_another_are_quick() -> None:
+    names = "q k v o gate up down".split()
+    pattern = "-:(" + "|".join(f".*{name}_proj" for name in names) + ")"
+    assert read_quantization({"quantization_config": GPTQ | {"dynamic": {pattern: {}}}}) is not None
 
 
 def test_the_engine_checks_quantization_against_the_file(tmp_path: Path) -> None:

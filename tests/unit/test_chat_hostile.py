@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import hostile_templates as hostile
 import pytest
@@ -24,6 +25,14 @@ def child() -> Iterator[Trials]:
 def ask(child: Trials, source: str) -> str:
     given = {"messages": hostile.CHAT, "bos_token": "<s>", "add_generation_prompt": True}
     return child.ask([source, given, hostile.MAX_CHARS])
+
+
+def test_no_file_of_the_working_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    trial = Trials("fengine.tokenizer.templates")
+    assert ask(trial, "{{ bos_token }}") == "<s>"
+    trial.close()
 
 
 @pytest.mark.parametrize("name", SOME)

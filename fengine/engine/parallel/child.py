@@ -63,7 +63,7 @@ class Child:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(max(threads, 1))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", MAIN, str(theirs.fileno())], env=env,
+            [sys.executable, "-P", "-m", MAIN, str(theirs.fileno())], env=env,
             pass_fds=[theirs.fileno(), *(file for file in files if file >= 0)],
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from fengine.errors import EngineDeadError
 
 logger = logging.getLogger("fengine")
 NAMES = ("pause", "label_weights", "keep_weights", "update_from_disk", "use_whitespace", "load", "unload")
+CHANGES = ("updates", "files")  # parts whose calls come to every replica in one order
 READING = ("updates", "files", "adapters")  # parts whose calls may change what a replica has read
 
 Command = list[Any]  # part, name, given, arguments
@@ -39,7 +40,7 @@ class Kept:
         trial = object()
         if [part, name] == ["core", "resume"]:
             self._commands.pop(("pause", "core"), None)
-        if name in NAMES:
+        if name in NAMES or part == "memory":
             self._commands[trial] = command  # for one that starts meanwhile
         self._under_way += part in READING
         return trial
@@ -54,7 +55,7 @@ class Kept:
             self._read = min(done, key=lambda each: each.strange is not None).read
             for each in done if part in READING else ():
                 each.catching_up = []  # what it could not do then does not count any more
-            if known:
+            if known and part != "memory":
                 self._keep((given[0] if part == "adapters" else name, part), command)
             if part == "memory" and name in ("release", "resume"):
                 self._keep_memory(name, set(checked_tags(*given)))

@@ -25,7 +25,7 @@ from fengine.engine.inbox import Inbox
 from fengine.engine.load import Loaded
 from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.parallel.child import NOTHING, Child
-from fengine.engine.parallel.kept import Kept
+from fengine.engine.parallel.kept import CHANGES, Kept
 from fengine.engine.parallel.progress import encoded, error_of, take, with_images
 from fengine.engine.parallel.remote import METHODS, Remote, RemoteUpdates, joined, not_built, plain_command
 from fengine.engine.parallel.routing import AWAY, BLOCK, Replica, chosen, prefix_keys
@@ -37,7 +37,6 @@ from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, Mode
 from fengine.worker.process_group import device_of_rank
 
 logger = logging.getLogger("fengine")
-CHANGES = ("updates", "files")  # parts whose calls come to every replica in one order
 
 
 class Replicas:
@@ -67,8 +66,7 @@ class Replicas:
         self._began = True
 
     def _start(self, replica: Replica) -> None:
-        model, parallel = self.config.model, self.config.parallel
-        gpus = parallel.tp_size
+        model, parallel, gpus = self.config.model, self.config.parallel, self.config.parallel.tp_size
         device = device_of_rank(model.device or "cpu", replica.rank * gpus, self.size * gpus)
         own = replace(self.config, model=replace(model, device=device), parallel=replace(parallel, dp_size=1))
         start = {"replica": replica.rank, "config": to_plain(own, NOTHING), "folder": self.folder.name}
@@ -200,10 +198,20 @@ class Replicas:
                 self.inbox.check()
                 trial = self._kept.begin(command)
                 asked = [(each, self._ask(each, command)[0]) for each in self.replicas if each.facts]
-            wait([answer for _, answer in asked])
-            with self._lock:
-                self._kept.end(trial, command, asked)
-        return joined([answer.result() for _, answer in asked])
+            answers = [answer for _, answer in asked]
+
+            def finish() -> None:
+                wait(answers)
+                with self._lock:
+                    self._kept.end(trial, command, asked)
+
+            try:
+                wait(answers)
+            except BaseException:  # whoever asked is interrupted: they are told all the same
+                threading.Thread(target=finish, name="fengine-answers", daemon=True).start()
+                raise
+            finish()
+        return joined([answer.result() for answer in answers])
 
     def ask_one(self, part: str, name: str, *given: Any) -> Any:
         """As `ask`, of one that takes requests, while none changes. Errors: also EngineDeadError if there is none."""
@@ -231,8 +239,8 @@ class Replicas:
         self.check_process()
         with self._lock:
             self.inbox.check()
-            wanted = ["core", "get_stats", (), {}]
-            asked = {each.rank: self._ask(each, wanted)[0] for each in self.replicas if each.facts}
+            every = [each for each in self.replicas if each.facts]
+            asked = {each.rank: self._ask(each, ["core", "get_stats", (), {}])[0] for each in every}
         return {rank: answer.result() for rank, answer in asked.items()}
 
     def check_process(self) -> None:
@@ -248,7 +256,6 @@ class Replicas:
         return [each.child.process.pid for each in self.replicas if each.child is not None]
 
     def owns_thread(self) -> bool:
-        """Whether the calling thread is one of the engine's own."""
         return threading.current_thread() is self._text
 
     def close(self) -> None:
@@ -277,7 +284,7 @@ def open_replicas(config: EngineConfig, loaded: Loaded, features: Features, star
     if config.scheduler.record is not None:
         raise ConfigError("scheduler.record is of one engine's steps; use parallel.dp_size=1")
     core = Replicas(config, 1 << 16)
-    facts = [each.facts or {} for each in core.replicas]
+    facts, share = [each.facts or {} for each in core.replicas], partial(core.ask, "adapters")
     for each in core.replicas:
         each.blocks = facts[0]["pool_tokens"] // BLOCK + 1
     return Parts(
@@ -287,11 +294,7 @@ def open_replicas(config: EngineConfig, loaded: Loaded, features: Features, star
         compile_seconds=max(each["compile_seconds"] for each in facts), compiles_at_start=0,
         kv_dtype=getattr(torch, facts[0]["kv_dtype"]), kv_bytes=facts[0]["kv_bytes"], pooling=loaded.pooling,
         ranks=core, phases={**loaded.seconds, **facts[0]["phases"]},
-        adapters=shared_adapters(config, features, core),
+        adapters=features.shared(config.lora, share, core.folder.name) if config.lora.on else None,
         images=features.images(config, loaded.model_dir, loaded.spec, loaded.tokenizer),
         **{part: cast(Any, (RemoteUpdates if part == "updates" else Remote)(core, part)) for part in METHODS},
     )  # fmt: skip
-
-
-def shared_adapters(config: EngineConfig, features: Features, core: Replicas) -> Any:
-    return features.shared(config.lora, partial(core.ask, "adapters"), core.folder.name) if config.lora.on else None

@@ -26,6 +26,7 @@ class LiveWeights:
         """`origin`: whose parameters these are. `group`: they are a rank's part."""
         self.params, self.spec, self.group = params, spec, group
         self.origin = origin  # where the live weights can be read again
+        self.writes = 0  # of values that come from no files, since they came from an origin
         weights = models.lookup(spec.architecture).weights(spec)
         self.places = places_of(params, weights, group)
         self.few_bits = few_bits_of(params, weights)  # of matrices that are in no place
@@ -60,6 +61,7 @@ class LiveWeights:
         if changes and changes[0].place.leaf.is_cuda:
             torch.cuda.synchronize(changes[0].place.leaf.device)  # the caller may reuse its tensors
         self.origin = origin if changes else self.origin
+        self.writes = self.writes + bool(changes) if origin is None else 0
 
     def read_again(self) -> bool:
         """Writes what the origin holds, if there is one that has not changed. Errors: as `read_origin`."""
