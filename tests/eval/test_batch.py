@@ -105,10 +105,10 @@ def test_a_file_without_requests_loads_no_model(
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr(engines, "open_engine", never)
-    for i, text in enumerate(("", "\n\n")):
+    for i, text in enumerate(("", "\n\n", "\ufeff \n")):
         Path("in.jsonl").write_text(text)
-        assert run.main(["batch", "in.jsonl", f"out{i}.jsonl", *WORDS]) == run.OK
-        assert Path(f"out{i}.jsonl").read_bytes() == b""
+        assert run.main(["batch", "in.jsonl", f"out{i}.jsonl", *WORDS]) == run.USAGE
+        assert "in.jsonl is empty" in capsys.readouterr().err and not [*Path.cwd().glob("out*")]
     for i, lines in enumerate((["no json"], [{"custom_id": "a", "prompt": "b"}, {"custom_id": "b", "prompt": "c"}])):
         written(*lines)
         assert run.main(["batch", "in.jsonl", f"bad{i}.jsonl", *WORDS]) == run.USAGE

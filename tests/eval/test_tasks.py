@@ -155,7 +155,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("missing.jsonl", None, "does not exist"),
-        ("empty.jsonl", b"", "is empty"),
+        ("empty.jsonl", b"", "empty.jsonl is empty"),
+        ("blank.jsonl", b"\n  \r\n", "blank.jsonl is empty"),
         ("packed.jsonl", b"\x1f\x8b\x08\x00", "holds gzip data"),
         ("table.jsonl", b"PAR1\x00\x00", "holds parquet data"),
         ("rows.csv", b"a,b\n", "lines=True"),

@@ -41,8 +41,16 @@ class Line(NamedTuple):
 
 def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     """The rows of a task in the order of the data, at most `config.limit`. `base` is what a relative path is under.
-    Errors, before the first row: InputFileError (no file, unreadable, empty, another format), UnsupportedFeatureError
+    Errors, before the first row: InputFileError (no file, unreadable, no row, another format), UnsupportedFeatureError
     (parquet or a Hugging Face dataset without the library); while reading: InputFileError if the file has changed."""
+    rows = _read(config, base)
+    if (first := next(rows, None)) is None:
+        name = "prompts file" if config.format is Format.prompts else "task.data"
+        raise InputFileError(f"{name} {data_path(config, base) or config.data} is empty: it holds no row")
+    return chain([first], rows)
+
+
+def _read(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     if config.prompts is not None:
         return _rows(map(_inline, range(len(config.prompts)), config.prompts), "row", config)
     assert config.data is not None
@@ -55,10 +63,7 @@ def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     if form is Format.parquet:
         return _rows(_numbered(columns.read_parquet(path)), "row", config)
     plain = form is Format.prompts
-    lines = _lines(_open(path, plain, form is Format.batch), path)
-    if plain and (first := next(lines, None)) is None:
-        raise InputFileError(f"prompts file {path} is empty; write one prompt a line into it")
-    found = _parsed(chain([first], lines) if plain else lines, path.name, path.suffix.lower() == ".txt" and plain)
+    found = _parsed(_lines(_open(path, plain), path), path.name, path.suffix.lower() == ".txt" and plain)
     return _rows(map(from_openai, found) if form is Format.openai else found, "line", config)
 
 
@@ -85,8 +90,8 @@ def _format(path: Path, asked: Format) -> Format:
     return form
 
 
-def _open(path: Path, plain: bool, may_be_empty: bool) -> BinaryIO:
-    """Errors: InputFileError for what is no readable, uncompressed file, or an empty one."""
+def _open(path: Path, plain: bool) -> BinaryIO:
+    """Errors: InputFileError for what is no readable, uncompressed file."""
     name = f"prompts file {path}" if plain else f"task.data={path}"
     try:
         if not path.is_file():
@@ -100,10 +105,9 @@ def _open(path: Path, plain: bool, may_be_empty: bool) -> BinaryIO:
     except OSError as error:
         raise InputFileError(f"{name} cannot be read: {error.strerror or error}") from error
     kind = next((name for magic, name in MAGIC.items() if start.startswith(magic)), None)
-    if kind is not None or not (start or may_be_empty):
+    if kind is not None:
         file.close()
-        problem = f"holds {kind} data, not lines of JSON; unpack or convert it" if kind else "is empty"
-        raise InputFileError(f"{name} {problem}")
+        raise InputFileError(f"{name} holds {kind} data, not lines of JSON; unpack or convert it")
     if re.match(rb"\s*\[\s*(\{|$)", start):
         file.close()
         raise InputFileError(f"{name} holds one JSON array; {REMEDIES['.json']}")
