@@ -110,7 +110,10 @@ class Server:
 
     def _read(self, part: str) -> dict[str, Any]:
         """What may have changed by a call of that part."""
-        return {"read": read_by(self.parts)} if part in READING else {}
+        try:
+            return {"read": read_by(self.parts)} if part in READING else {}
+        except Exception as error:  # who asked waits
+            return {"read": {"what it reads": f"{type(error).__name__}: {error}"}}
 
     def _tell(self) -> None:
         """What is new of all requests that have news, in one line."""

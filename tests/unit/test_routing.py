@@ -3,7 +3,9 @@
 import json
 import queue
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from fengine.api.replica import Server
 from fengine.config import EngineConfig, ParallelConfig
 from fengine.core.plain import from_plain
 from fengine.core.request import Request, SamplingParams, Status
@@ -261,6 +264,39 @@ def test_what_is_asked_of_all_comes_behind_what_is_told_again(calls: Calls, monk
     monkeypatch.setattr(core._lock, "wait_for", wait_for)
     core.call("resume")
     assert process.asked() == ["pause", "resume"]
+
+
+def test_an_interrupted_change_ends_before_the_next_one(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked has gone, one replica has not answered: no other has a change before."""
+    core, slow, waits = calls.core, calls.process(1), []
+
+    def interrupted(answers: Any) -> Any:
+        waits.append(answers)
+        return signal.raise_signal(signal.SIGINT) if len(waits) == 1 else wait(answers)
+
+    monkeypatch.setattr(replicas, "wait", interrupted)
+    monkeypatch.setattr(slow, "answer", lambda asked: None)
+    with pytest.raises(KeyboardInterrupt):
+        core.ask("updates", "update_from_disk", "a folder", version="first")
+    assert core._changes.locked() and core._kept._under_way == 1
+    monkeypatch.undo()
+    assert core.stats() == {"rank": 1}  # added; what is no change does not wait
+    slow.answer(slow.sent[0]["ask"])
+    core.ask("updates", "update_from_disk", "a folder", version="second")
+    assert [command[3]["version"] for command in core._kept.commands] == ["second"] and not core._kept._under_way
+    calls.finish(calls.submit([1], dp_rank=1))
+
+
+def test_a_replica_that_cannot_tell_what_it_reads_answers_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That tells it apart from the others."""
+    told: list[Any] = []
+    server: Any = Server.__new__(Server)
+    server.owners, server.parts = {"files": SimpleNamespace(take=lambda one: one + 1)}, None
+    server.link = SimpleNamespace(say=lambda **words: told.append(words))
+    server._answer([1, "files", "take", [1], {}], [2, "files", "take", [None], {}])
+    (value, failure), read = told, {"what it reads": "AttributeError: 'NoneType' object has no attribute 'weights'"}
+    assert value == {"answer": 1, "value": 2, "read": read}
+    assert failure["answer"] == 2 and "NoneType" in failure["failed"][1] and failure["read"] == read
 
 
 @pytest.mark.parametrize("calls", [True], indirect=True)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -191,27 +191,27 @@ class Replicas:
         """As `call`, of a method of a part of their engines."""
         self.check_process()
         command = plain_command([part, name, given, arguments])
-        with self._changes if part in CHANGES else nullcontext():
+        with ExitStack() as held:
+            held.enter_context(self._changes if part in CHANGES else nullcontext())
             with self._lock:
                 if name != "get_stats":  # behind what is told to one that was started again
                     self._lock.wait_for(lambda: all(a.done() for each in self.replicas for a in each.catching_up))
                 self.inbox.check()
                 trial = self._kept.begin(command)
                 asked = [(each, self._ask(each, command)[0]) for each in self.replicas if each.facts]
-            answers = [answer for _, answer in asked]
 
+            @held.callback
             def finish() -> None:
-                wait(answers)
+                wait([answer for _, answer in asked])
                 with self._lock:
                     self._kept.end(trial, command, asked)
 
             try:
-                wait(answers)
-            except BaseException:  # whoever asked is interrupted: they are told all the same
-                threading.Thread(target=finish, name="fengine-answers", daemon=True).start()
+                wait([answer for _, answer in asked])
+            except BaseException:  # whoever asked is interrupted: they are told all the same, before another change is
+                threading.Thread(target=held.pop_all().close, name="fengine-answers", daemon=True).start()
                 raise
-            finish()
-        return joined([answer.result() for answer in answers])
+        return joined([answer.result() for _, answer in asked])
 
     def ask_one(self, part: str, name: str, *given: Any) -> Any:
         """As `ask`, of one that takes requests, while none changes. Errors: also EngineDeadError if there is none."""
