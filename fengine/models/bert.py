@@ -51,7 +51,7 @@ PARTS: Mapping[str, str] = MappingProxyType({
 
 def spec_from_hf(config: Config, padded: bool = False) -> ModelSpec:
     """`padded`: the first token's position is behind that of padding; a padding token inside a text is one like any
-    other, for which transformers does not count on. Pure. Errors: as `reader.decoder_spec`."""
+    other, for which transformers does not count on. Pure."""
     refuse_others(config, {"position_embedding_type": "absolute"})
     read = ConfigReader(config)
     eps, types = read.number("layer_norm_eps", 0.0, 1.0), read.size("type_vocab_size", 1 << 10)

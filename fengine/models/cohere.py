@@ -32,7 +32,6 @@ DEFAULTS2 = {"tie_word_embeddings": True, "sliding_window": 4096, "sliding_windo
 
 
 def spec_from_hf(config: Config, **switches: Any) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
     scale = read.number("logit_scale", 0.0, 1e6, default=0.0625)
     eps = read.number("layer_norm_eps", 0.0, 1.0, default=1e-5)
@@ -44,7 +43,6 @@ def spec_from_hf(config: Config, **switches: Any) -> ModelSpec:
 
 
 def spec2_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     spec, read = spec_from_hf(config), ConfigReader(config)
     pattern, window = read.size("sliding_window_pattern", 1 << 12, default=4), sliding_window(config)
     read.done(spec.architecture)

@@ -4,7 +4,7 @@ window, which have rotary embedding, and layers that see all, which have none.""
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
-from fengine.models.olmo2 import postnorm_layer
+from fengine.models.olmo import postnorm_layer
 from fengine.models.reader import FULL, decoder_spec, every, sliding_window, windowed
 from fengine.models.rope import NONE
 from fengine.models.spec import Config, ModelSpec
@@ -14,7 +14,6 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     spec, pattern = decoder_spec(config, qk_norm=True), config["sliding_window_pattern"]
     if config["sliding_window"] is None:
         return windowed(spec, None, config.get("layer_types") or [FULL] * spec.num_layers)

@@ -14,7 +14,7 @@ from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec, embedding_spec
 from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer
 
-SpecReader = Callable[[Config], ModelSpec]
+SpecReader = Callable[[Config], ModelSpec]  # pure; errors: as `reader.decoder_spec`
 Forward = Callable[[Params, ModelSpec, KVState, Tensors], tuple[KVState, Tensor]]
 Unembed = Callable[[Params, ModelSpec, Tensor], Tensor]
 Weights = Callable[[ModelSpec], list[Weight]]
@@ -32,12 +32,12 @@ class Piece(NamedTuple):
 
 
 class Vision(NamedTuple):
-    """What a family that takes images brings beside its decoder. `encode`: a piece's arrays to its embeddings [tokens,
-    D]; whole numbers stay on the host. `pieces`: of what transformers' processor makes of one image. `positions`: of a
-    prompt of so many tokens on three rotary axes."""
+    """What a family that takes images brings beside its decoder, of its own kind of VisionSpec. `encode`: by the
+    tower's leaves a piece's arrays to its embeddings [tokens, D]; whole numbers stay on the host. `pieces`: of what
+    transformers' processor makes of one image. `positions`: of a prompt of so many tokens on three rotary axes."""
 
-    encode: Callable[[Params, ModelSpec, dict[str, Tensor]], Tensor]
-    pieces: Callable[[VisionSpec, dict[str, Any]], list[Piece]]
+    encode: Callable[[Params, Any, dict[str, Tensor]], Tensor]
+    pieces: Callable[[Any, dict[str, Any]], list[Piece]]
     positions: Callable[[VisionSpec, int, Sequence[Any]], Any] | None = None
     options: tuple[tuple[str, Any], ...] = ()  # of the processor's call
 

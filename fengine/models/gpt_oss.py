@@ -28,7 +28,6 @@ DEFAULTS = {
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
     refuse_others(config, {"swiglu_alpha": ALPHA})
     limit = read.number("swiglu_limit", LEAST, MOST, default=7.0)

@@ -17,7 +17,6 @@ NAMES = (f"{BLOCK}.router.layer", f"{BLOCK}.input_linear.weight", f"{BLOCK}.outp
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
     embed, logits, residual, attention = (read.number(name, LEAST, MOST, default=1.0) for name in SCALES)
     spec = decoder_spec(config)
@@ -28,7 +27,6 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 def moe_spec(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     return with_experts(ConfigReader(config), spec_from_hf(config), "intermediate_size", renormalise=True)
 
 

@@ -21,7 +21,6 @@ DEFAULTS = {"rms_norm_eps": 1e-5}
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     spec = decoder_spec(stretched(config))
     refuse_others({"attention_factor": spec.rope.attention_factor}, {"attention_factor": 1.0})  # norms stand behind it
     return spec

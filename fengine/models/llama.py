@@ -18,7 +18,6 @@ FIELDS = {
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     refuse_layer_types(config)
     return decoder_spec(config)
 
@@ -27,7 +26,7 @@ FAMILY = Family("LlamaForCausalLM", "llama", FIELDS, spec_from_hf)
 
 
 def ernie_spec(config: Config) -> ModelSpec:
-    """Pairs of neighbours turn. Pure. Errors: as `reader.decoder_spec`."""
+    """Pairs of neighbours turn. Pure."""
     bias = config.get("use_bias")
     return decoder_spec(config | {"attention_bias": bias, "mlp_bias": bias}, interleaved=True)
 

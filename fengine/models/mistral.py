@@ -1,29 +1,35 @@
 """Mistral, Ministral and Nemo: Llama's decoder, in older checkpoints with a sliding window in every layer; the class of
-Ministral has one in the layers that layer_types names."""
+Ministral has one in the layers that layer_types names. Mixtral: Mistral with 8 experts, of which a token uses 2."""
+
+from functools import partial
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
-from fengine.models.reader import SLIDING, decoder_spec, refuse_layer_types, sliding_window, windowed
+from fengine.models.moe import EXPERT_FIELDS, expert_weights, moe_layer, with_experts
+from fengine.models.reader import ConfigReader, decoder_spec, refuse_layer_types, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
 
 FIELDS = {**DECODER, "sliding_window": READ, "layer_types": READ}
 DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
+MIXTRAL_DEFAULTS = {"sliding_window": None, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     refuse_layer_types(config)
-    spec = decoder_spec(config)
-    return windowed(spec, sliding_window(config), [SLIDING] * spec.num_layers)
-
-
-FAMILY = Family("MistralForCausalLM", "mistral", FIELDS, spec_from_hf, DEFAULTS)
+    return windowed(decoder_spec(config), sliding_window(config))
 
 
 def mixed_spec(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
-    spec, window = decoder_spec(config), sliding_window(config)
-    return windowed(spec, window, config.get("layer_types") or [SLIDING] * spec.num_layers)
+    return windowed(decoder_spec(config), sliding_window(config), config.get("layer_types"))
 
 
+def moe_spec(config: Config) -> ModelSpec:
+    return with_experts(ConfigReader(config), spec_from_hf(config), "intermediate_size", renormalise=True)
+
+
+FAMILY = Family("MistralForCausalLM", "mistral", FIELDS, spec_from_hf, DEFAULTS)
 MINISTRAL = Family("MinistralForCausalLM", "ministral", FIELDS, mixed_spec, DEFAULTS)
+MIXTRAL = Family(
+    "MixtralForCausalLM", "mixtral", {**FIELDS, **EXPERT_FIELDS}, moe_spec, MIXTRAL_DEFAULTS,
+    leaves=moe_layer(partial(expert_weights, block="block_sparse_moe", names=("w1", "w3", "w2"))),
+)  # fmt: skip

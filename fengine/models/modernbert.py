@@ -8,7 +8,7 @@ from fengine.errors import UnsupportedArchitectureError
 from fengine.models.bert import DROPOUTS, head_weights
 from fengine.models.family import Family
 from fengine.models.fields import COMMON, READ, SPEED, TRAINING, refuse_others
-from fengine.models.gemma3 import UNREAD, ropes_by_type
+from fengine.models.gemma import UNREAD, ropes_by_type
 from fengine.models.reader import FULL, GELU_ALL, SLIDING, ConfigReader, decoder_spec, rope_spec, windowed
 from fengine.models.rope import LOCAL
 from fengine.models.sources import Source
@@ -37,7 +37,6 @@ EPS = 1e-5  # of the head's norm
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     pool = config["classifier_pooling"]
     if pool not in ("cls", "mean"):
         raise UnsupportedArchitectureError(f"classifier_pooling = {pool!r} is not supported; 'cls' and 'mean' are.")

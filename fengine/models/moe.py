@@ -14,10 +14,6 @@ EXPERT_FIELDS: Fields = {
     "num_experts_per_tok": READ, "num_experts": READ, "num_local_experts": READ, "output_router_logits": OUTPUTS,
     "router_aux_loss_coef": TRAINING, "router_jitter_noise": TRAINING,
 }  # fmt: skip
-SPARSE_FIELDS: Fields = {
-    **EXPERT_FIELDS, "moe_intermediate_size": READ,
-    "norm_topk_prob": READ, "decoder_sparse_step": READ, "mlp_only_layers": READ,
-}  # fmt: skip
 COUNTS = ("num_experts", "num_local_experts")  # one number under two names, the older and the newer
 MOST = 1 << 12  # experts
 
@@ -33,18 +29,6 @@ def with_experts(read: ConfigReader, spec: ModelSpec, size: str, renormalise: bo
     found = ExpertSpec(experts, top_k, read.size(size, 1 << 22), renormalise)
     read.done(spec.architecture)
     return replace(spec, experts=found)
-
-
-def with_sparse_layers(read: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """As `with_experts`, by Qwen's keys: every `decoder_sparse_step`th layer, but for `mlp_only_layers`. Pure."""
-    step, dense = read.size("decoder_sparse_step", 1 << 12, default=1), read.config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(index) is not int for index in dense):
-        read.problems.append(f"mlp_only_layers must be a list of layers, got {dense!r}"[:200])
-        dense = []
-    renormalise = read.flag("norm_topk_prob")
-    spec = with_experts(read, spec, "moe_intermediate_size", renormalise)
-    layers = tuple(index for index in range(spec.num_layers) if index in dense or (index + 1) % step)
-    return replace(spec, experts=replace(spec.experts, dense_layers=layers)) if spec.experts else spec
 
 
 def expert_weights(found: ExpertSpec, hidden: int, layer: LayerWeights, block: str = "mlp",

@@ -7,7 +7,7 @@ from functools import partial
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, TRAINING
-from fengine.models.reader import SLIDING, decoder_spec, sliding_window, windowed
+from fengine.models.reader import decoder_spec, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import prenorm_layer
 
@@ -17,11 +17,10 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     spec = decoder_spec(config, partial_rotary=True)
     if spec.rope.kind not in ("default", "longrope"):
         raise UnsupportedArchitectureError(f"rope_type = {spec.rope.kind!r} is not one of Phi-3; longrope is.")
-    return windowed(spec, sliding_window(config), [SLIDING] * spec.num_layers)
+    return windowed(spec, sliding_window(config))
 
 
 FAMILY = Family(

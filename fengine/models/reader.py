@@ -153,12 +153,14 @@ def every(interval: int, count: int) -> list[str]:
 
 
 def windowed(
-    spec: ModelSpec, window: int | None, types: Any, near: str | None = None, far: str | None = None,
+    spec: ModelSpec, window: int | None, types: Any = None, near: str | None = None, far: str | None = None,
     both_ways: bool = False,
 ) -> ModelSpec:  # fmt: skip
-    """The spec with `window` in the layers that `types` calls sliding; None: in none. Pure. `near` and `far`: which
-    rotary table sliding layers and the others take; `both_ways`: a token sees window - 1 tokens on either side. A
-    window as long as the context cuts nothing off. Errors: ModelLoadError, UnsupportedArchitectureError."""
+    """The spec with `window` in the layers that `types` calls sliding, without types in all; None: in none. Pure.
+    `near` and `far`: which rotary table sliding layers and the others take; `both_ways`: a token sees window - 1 tokens
+    on either side. A window as long as the context cuts nothing off. Errors: ModelLoadError,
+    UnsupportedArchitectureError."""
+    types = types or [SLIDING] * spec.num_layers
     _check_types(types, spec.num_layers)
     kinds = []
     for index, kind in enumerate(types):
@@ -178,18 +180,6 @@ def _check_types(types: Any, layers: int) -> None:
         )
     if len(types) != layers:
         raise ModelLoadError(f"config.json: layer_types has {len(types)} entries for {layers} layers.")
-
-
-def qwen_windows(config: Config, spec: ModelSpec, alternate: bool = False) -> ModelSpec:
-    """As `windowed`, by Qwen's keys: with `use_sliding_window` the layers from `max_window_layers` on slide, or, with
-    `alternate`, every other one in front of it. Pure."""
-    read = ConfigReader(config)
-    first = read.size("max_window_layers", 1 << 12, 28, least=0)
-    window = read.size("sliding_window", 1 << 27, 4096) if read.flag("use_sliding_window") else None
-    read.done(spec.architecture)
-    slides = range(0, first, 2) if alternate else range(first, spec.num_layers)
-    found = [SLIDING if window is not None and index in slides else FULL for index in range(spec.num_layers)]
-    return windowed(spec, window, stated(config, window) or found)
 
 
 def stated(config: Config, window: int | None) -> Any:

@@ -16,7 +16,6 @@ DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta":
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
     slides = read.flag("use_sliding_window") and config.get("sliding_window") is not None
     window = sliding_window(config) if slides else None

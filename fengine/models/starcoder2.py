@@ -4,7 +4,7 @@ from functools import partial
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, TRAINING
-from fengine.models.reader import GELU_TANH, SLIDING, ConfigReader, decoder_spec, sliding_window, windowed
+from fengine.models.reader import GELU_TANH, ConfigReader, decoder_spec, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import plain_mlp_weights, prenorm_layer
 
@@ -23,7 +23,6 @@ DEFAULTS = {
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
     bias, eps = read.flag("use_bias", default=True), read.number("norm_epsilon", 0.0, 1.0)
     read.done(config["architectures"][0])
@@ -31,7 +30,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
         config | {"rms_norm_eps": eps}, activation=("hidden_act", GELU_TANH), act="gelu_tanh", layer_norm=True,
         norm_bias=True, qkv_bias=bias, o_bias=bias, mlp_bias=bias,
     )  # fmt: skip
-    return windowed(spec, sliding_window(config), [SLIDING] * spec.num_layers)
+    return windowed(spec, sliding_window(config))
 
 
 FAMILY = Family(

@@ -5,45 +5,42 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError
-from fengine.models import layers, llama, mistral, qwen2, qwen3
+from fengine.models import layers, llama, mistral, qwen
 from fengine.models.family import Family, Model, Vision
 from fengine.models.fields import COMMON, READ, Fields, check_fields, check_model_type
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
 from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer
 
-TEXTS = {family.model_type: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
+TEXTS = {family.model_type: family for family in (llama.FAMILY, mistral.FAMILY, qwen.QWEN2, qwen.QWEN3)}
 WHOLE: Fields = {**COMMON, "text_config": READ, "vision_config": READ, "tie_word_embeddings": READ}
 
 
 class VisionFamily(NamedTuple):
     """`fields`: of the whole config; `vision_fields`: of its vision_config; `texts`: families of its decoder by the
-    model_type of text_config; `read`: the facts of the tower; `weights`: its leaves."""
+    model_type of text_config; `read`: the facts of the tower (errors: ModelLoadError and kinds); `weights`: its leaves,
+    by the decoder's hidden size; `rename`: our name of a checkpoint's tensor, or ""."""
 
     architecture: str
     model_type: str
     fields: Fields
     vision_fields: Fields
     read: Callable[[Config, Config, ModelSpec], ModelSpec]  # of the whole config, its vision_config, the decoder's spec
-    weights: Callable[[ModelSpec], list[Weight]]
+    weights: Callable[[int, Any], list[Weight]]
     vision: Vision
-    rename: Callable[[ModelSpec, str], str]
+    rename: Callable[[str], str]
     texts: dict[str, Family] = TEXTS
     text_defaults: Config = {}
     vision_defaults: Config = {}
     leaves: LayerLeaves = prenorm_layer  # of a layer of the decoder
 
     def models(self) -> dict[str, Model]:
-
         def weights(spec: ModelSpec) -> list[Weight]:
-            return decoder_weights(spec, layer=self.leaves) + self.weights(spec)
+            return decoder_weights(spec, layer=self.leaves) + self.weights(spec.hidden_size, spec.vision)
 
-        forward, layer = layers.decoder(layers.decoder_layer), layers.decoder_layer
-        return {
-            self.architecture: Model(
-                self.spec_from_hf, forward, layers.unembed, weights, layer, self.rename, self.vision
-            )
-        }
+        layer = layers.decoder_layer
+        own = (layers.decoder(layer), layers.unembed, weights, layer, lambda _, name: self.rename(name), self.vision)
+        return {self.architecture: Model(self.spec_from_hf, *own)}
 
     def spec_from_hf(self, config: Config) -> ModelSpec:
         """Errors: ModelLoadError and kinds."""

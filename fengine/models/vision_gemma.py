@@ -1,13 +1,14 @@
 """Gemma 3 with images: SigLIP's tower, whose patches are averaged in squares, normed and projected. In the decoder the
 tokens of an image see each other: each has the image's last as its last key."""
 
+from functools import partial
 from typing import Any
 
 from einops import rearrange, reduce
 from torch import Tensor
 
 from fengine.errors import InvalidRequestError
-from fengine.models import gemma3
+from fengine.models import gemma
 from fengine.models.family import Piece, Vision
 from fengine.models.fields import READ
 from fengine.models.kv_state import Params
@@ -31,7 +32,6 @@ TEXT = {  # what transformers' Gemma3TextConfig assumes, and the hub's checkpoin
 
 
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
-    """Pure. Errors: ModelLoadError and kinds."""
     whole, part = ConfigReader(config), ConfigReader(vision)
     count = whole.size("mm_tokens_per_image", 1 << 16, default=256)
     side = part.size("image_size", 1 << 14) // max(part.size("patch_size", 1 << 10), 1)
@@ -43,10 +43,8 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     return with_vision(spec, found, whole, part)
 
 
-def all_weights(spec: ModelSpec) -> list[Weight]:
-    vision = spec.vision
-    assert vision is not None
-    stored = vision.width, spec.hidden_size
+def all_weights(hidden: int, vision: VisionSpec) -> list[Weight]:
+    stored = vision.width, hidden
     matrix = laid("projector.mm_input_projection_weight", stored, *stored[::-1], turned=True)
     return [
         *weights(vision),
@@ -55,14 +53,12 @@ def all_weights(spec: ModelSpec) -> list[Weight]:
     ]
 
 
-def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
+def encode(leaves: Params, vision: VisionSpec, arrays: dict[str, Tensor]) -> Tensor:
     """The embeddings of an image, [tokens, D], from pixels_CHW. Pure."""
-    tower, vision = params["vision"], spec.vision
-    assert vision is not None
-    x_ID, m = features(tower, vision, arrays["pixels_CHW"]), vision.merge
+    x_ID, m = features(leaves, vision, arrays["pixels_CHW"]), vision.merge
     x_ID = rearrange(x_ID, "(h w) d -> h w d", h=vision.image_size // vision.patch)
     x_ID = reduce(x_ID, "(h a) (w b) d -> (h w) d", "mean", a=m, b=m)
-    return project(rms_norm.rms_norm(x_ID, tower["norm_D"], vision.eps, 1.0), tower, "project")
+    return project(rms_norm.rms_norm(x_ID, leaves["norm_D"], vision.eps, 1.0), leaves, "project")
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
@@ -74,12 +70,8 @@ def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
     return [Piece({"pixels_CHW": features["pixel_values"][0]}, patches // vision.merge**2, patches, *texts)]
 
 
-def rename(spec: ModelSpec, name: str) -> str:
-    """The name that a tensor has here. Pure."""
-    return renamed(PREFIXES, name)
-
-
 FAMILY = VisionFamily(
     "Gemma3ForConditionalGeneration", "gemma3", FIELDS, VISION_FIELDS, read, all_weights, Vision(encode, pieces),
-    rename, {"gemma3_text": gemma3.FAMILY}, text_defaults=TEXT, vision_defaults=SIGLIP, leaves=gemma3.FAMILY.leaves,
+    partial(renamed, PREFIXES), {"gemma3_text": gemma.GEMMA3}, text_defaults=TEXT, vision_defaults=SIGLIP,
+    leaves=gemma.GEMMA3.leaves,
 )  # fmt: skip

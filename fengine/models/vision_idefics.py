@@ -44,18 +44,15 @@ SIGLIP = {
 
 
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
-    """Pure. Errors: ModelLoadError and kinds."""
     whole, part = ConfigReader(config), ConfigReader(vision)
     merge = whole.size("scale_factor", 64, default=2)
     found = tower.square(part, whole.size("image_token_id", 1 << 24, default=128257), merge)
     return with_vision(spec, found, whole, part)
 
 
-def weights(spec: ModelSpec) -> list[Weight]:
-    vision = spec.vision
-    assert vision is not None
+def weights(hidden: int, vision: VisionSpec) -> list[Weight]:
     columns = vision.width * vision.merge**2
-    return [*tower.weights(vision), *matrix("project", ["projector"], spec.hidden_size, columns, bias=False)]
+    return [*tower.weights(vision), *matrix("project", ["projector"], hidden, columns, bias=False)]
 
 
 def buckets(count: int, side: int) -> Tensor:
@@ -71,15 +68,14 @@ def places(height: int, width: int, side: int, device: torch.device) -> Tensor:
     return (buckets(height, side)[:, None] * side + buckets(width, side)).flatten().to(device)
 
 
-def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
+def encode(leaves: Params, vision: VisionSpec, arrays: dict[str, Tensor]) -> Tensor:
     """The embeddings of a tile, [tokens, D], from pixels_CHW. Pure."""
-    vision, pixels_CHW = spec.vision, arrays["pixels_CHW"]
-    assert vision is not None
+    pixels_CHW = arrays["pixels_CHW"]
     height, width = (size // vision.patch for size in pixels_CHW.shape[1:])
     side, m = vision.image_size // vision.patch, vision.merge
-    x_ID = tower.features(params["vision"], vision, pixels_CHW, places(height, width, side, pixels_CHW.device))
+    x_ID = tower.features(leaves, vision, pixels_CHW, places(height, width, side, pixels_CHW.device))
     squares_IK = rearrange(x_ID, "(h a w b) d -> (h w) (a b d)", h=height // m, a=m, b=m)
-    return project(squares_IK, params["vision"], "project")
+    return project(squares_IK, leaves, "project")
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
@@ -105,8 +101,7 @@ PREFIXES = {
 }  # fmt: skip
 
 
-def rename(spec: ModelSpec, name: str) -> str:
-    """The name that a tensor has here. Pure."""
+def rename(name: str) -> str:
     return renamed(PREFIXES, re.sub(r"\.position_ids$", "", name))
 
 

@@ -48,7 +48,6 @@ class InternVision(VisionSpec):
 
 
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
-    """Pure. Errors: ModelLoadError and kinds."""
     refuse_others(vision, ONLY)
     refuse_others(config, WHOLE_ONLY)
     for name in ("image_size", "patch_size"):
@@ -63,21 +62,17 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     return with_vision(spec, InternVision(**vars(found), qkv_bias=bias), whole, part)
 
 
-def weights(spec: ModelSpec) -> list[Weight]:
-    vision = spec.vision
-    assert isinstance(vision, InternVision)
+def weights(hidden: int, vision: InternVision) -> list[Weight]:
     columns = vision.width * vision.merge**2
     return [
         *tower.weights(vision, last_norm=False, intern=True, qkv_bias=vision.qkv_bias),
         vector("norm_D", "projector.layer_norm", columns, norm=True, bias=True),
-        *projector(spec.hidden_size, columns),
+        *projector(hidden, columns),
     ]
 
 
-def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
+def encode(leaves: Params, vision: VisionSpec, arrays: dict[str, Tensor]) -> Tensor:
     """The embeddings of a tile, [tokens, D], from pixels_CHW. Pure."""
-    leaves, vision = params["vision"], spec.vision
-    assert vision is not None
     side, m = vision.image_size // vision.patch // vision.merge, vision.merge
     x_ID = tower.features(leaves, vision, arrays["pixels_CHW"])
     x_IK = rearrange(x_ID, "(h a w b) d -> (h w) (a b d)", h=side, a=m, b=m)
@@ -105,8 +100,8 @@ NAMES = (
 )  # fmt: skip
 
 
-def rename(spec: ModelSpec, name: str) -> str:
-    """The name that a tensor has here, as CLIP's. Pure."""
+def rename(name: str) -> str:
+    """As CLIP's. Pure."""
     name = renamed({prefix: ours for prefix, ours in tower.PREFIXES.items() if "vision_model" not in prefix}, name)
     for pattern, ours in NAMES if name.startswith("vision.") else ():
         name = re.sub(pattern, ours, name)

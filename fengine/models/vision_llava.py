@@ -30,7 +30,6 @@ TEXT = {  # what transformers' LlamaConfig assumes, and the hub's LLaVA leaves o
 
 
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
-    """Pure. Errors: ModelLoadError and kinds."""
     whole, part = ConfigReader(config), ConfigReader(vision)
     refuse_others(vision, {"model_type": "clip_vision_model"})
     refuse_others(config, ONLY)
@@ -44,17 +43,14 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     return with_vision(spec, replace(found, feature_layers=tuple(places)), whole, part)
 
 
-def weights(spec: ModelSpec) -> list[Weight]:
-    vision = spec.vision
-    assert vision is not None
+def weights(hidden: int, vision: VisionSpec) -> list[Weight]:
     columns = vision.width * len(vision.feature_layers)
-    return [*tower.weights(vision, clip=True, last_norm=False), *projector(spec.hidden_size, columns)]
+    return [*tower.weights(vision, clip=True, last_norm=False), *projector(hidden, columns)]
 
 
-def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
+def encode(leaves: Params, vision: VisionSpec, arrays: dict[str, Tensor]) -> Tensor:
     """The embeddings of an image, [tokens, D], from pixels_CHW. Pure."""
-    assert spec.vision is not None
-    return projected(tower.features(params["vision"], spec.vision, arrays["pixels_CHW"]), params["vision"])
+    return projected(tower.features(leaves, vision, arrays["pixels_CHW"]), leaves)
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
@@ -62,8 +58,8 @@ def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
     return [Piece({"pixels_CHW": pixels_CHW}, patches, patches + 1) for pixels_CHW in features["pixel_values"]]
 
 
-def rename(spec: ModelSpec, name: str) -> str:
-    """The name that a tensor has here; of the tower what stands behind the last layer is not read. Pure."""
+def rename(name: str) -> str:
+    """Of the tower what stands behind the last layer is not read. Pure."""
     name = renamed(tower.PREFIXES, name)
     return "" if name.startswith("vision.post_layernorm") or name.endswith("position_ids") else name
 

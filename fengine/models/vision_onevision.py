@@ -73,7 +73,6 @@ def most_tiles(config: Config, vision: Config) -> int:
 
 
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
-    """Pure. Errors: ModelLoadError and kinds."""
     whole, most = ConfigReader(config), most_tiles(config, vision)
     tile, patch = (ConfigReader(vision).size(name, 1 << 14) for name in ("image_size", "patch_size"))
     part = ConfigReader(vision | {"image_size": tile - tile % max(patch, 1)})  # what is over is not read
@@ -90,11 +89,9 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     return with_vision(spec, OneVision(**facts, sizes=tuple((h, w) for h, w in sizes)), whole, part)
 
 
-def weights(spec: ModelSpec) -> list[Weight]:
-    vision = spec.vision
-    assert vision is not None
-    newline = vector("newline_D", "image_newline", spec.hidden_size)
-    return [*tower.weights(vision, last_norm=False), *projector(spec.hidden_size, vision.width), newline]
+def weights(hidden: int, vision: VisionSpec) -> list[Weight]:
+    newline = vector("newline_D", "image_newline", hidden)
+    return [*tower.weights(vision, last_norm=False), *projector(hidden, vision.width), newline]
 
 
 def cut(vision: OneVision, height: int, width: int) -> Cut:
@@ -119,10 +116,9 @@ def cut(vision: OneVision, height: int, width: int) -> Cut:
     return Cut(tiles, slice(above, rows - above), slice(left, columns - left), kept)
 
 
-def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
+def encode(leaves: Params, vision: OneVision, arrays: dict[str, Tensor]) -> Tensor:
     """The embeddings of an image, [tokens, D], from pixels_NCHW, the whole first, and size_2. Pure."""
-    leaves, vision, pixels_NCHW = params["vision"], spec.vision, arrays["pixels_NCHW"]
-    assert isinstance(vision, OneVision)
+    pixels_NCHW = arrays["pixels_NCHW"]
     at, side = cut(vision, *arrays["size_2"].tolist()), vision.image_size
     seen = (tower.features(leaves, vision, pixels_CHW[:, :side, :side]) for pixels_CHW in pixels_NCHW)
     whole_ID, *tiles = (projected(x_ID, leaves) for x_ID in seen)
@@ -135,9 +131,8 @@ def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor
     return torch.cat((whole_ID, torch.cat((x_HWD, ends_HD), 1).flatten(0, 1)))
 
 
-def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
+def pieces(vision: OneVision, features: dict[str, Any]) -> list[Piece]:
     """The image, as one. Pure. Errors: InvalidRequestError if its processor cuts as the model does not."""
-    assert isinstance(vision, OneVision)
     pixels_NCHW, size_2 = features["pixel_values"][0], features["image_sizes"][0]
     at, patches = cut(vision, *size_2.tolist()), (vision.image_size // vision.patch) ** 2
     if len(pixels_NCHW) != 1 + at.tiles[0] * at.tiles[1]:
@@ -146,9 +141,8 @@ def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
     return [Piece({"pixels_NCHW": pixels_NCHW, "size_2": size_2}, tokens, patches * len(pixels_NCHW))]
 
 
-def rename(spec: ModelSpec, name: str) -> str:
-    """The name that a tensor has here. Pure."""
-    return llava.rename(spec, name.removeprefix("model.") if name.endswith("image_newline") else name)
+def rename(name: str) -> str:
+    return llava.rename(name.removeprefix("model.") if name.endswith("image_newline") else name)
 
 
 FAMILY = VisionFamily(

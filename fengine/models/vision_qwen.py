@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError
-from fengine.models import qwen2, qwen3
+from fengine.models import qwen
 from fengine.models.family import Piece, Vision
 from fengine.models.fields import COMMON, READ, SPEED
 from fengine.models.reader import GELU_ALL, SILU, ConfigReader
@@ -24,7 +24,7 @@ from fengine.models.weights import Weight
 
 TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
 FIELDS = {
-    **qwen2.FIELDS, **WHOLE, **dict.fromkeys(TOKENS, READ), "video_token_id": "of videos, which are not built",
+    **qwen.FIELDS, **WHOLE, **dict.fromkeys(TOKENS, READ), "video_token_id": "of videos, which are not built",
 }  # fmt: skip
 VISION_FIELDS = {
     **COMMON, **dict.fromkeys(("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "in_chans",
@@ -33,8 +33,8 @@ VISION_FIELDS = {
     "tokens_per_second": "of videos, which are not built", "spatial_patch_size": "the same as patch_size",
     "attn_implementation": SPEED,
 }  # fmt: skip
-TEXT_2 = qwen2.FAMILY._replace(fields={**qwen2.FAMILY.fields, **FIELDS})
-TEXT_3 = qwen3.FAMILY._replace(fields={**qwen3.FAMILY.fields, **FIELDS})
+TEXT_2 = qwen.QWEN2._replace(fields={**qwen.QWEN2.fields, **FIELDS})
+TEXT_3 = qwen.QWEN3._replace(fields={**qwen.QWEN3.fields, **FIELDS})
 
 
 class QwenFamily(VisionFamily):
@@ -93,7 +93,6 @@ def sections(config: Config, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def read(config: Config, vision: Config, spec: ModelSpec, third: bool) -> ModelSpec:
-    """Pure. Errors: ModelLoadError and kinds."""
     named = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads", "num_channels": "in_channels"}
     facts = vision | {ours: vision.get(theirs) for ours, theirs in named.items()} | {"layer_norm_eps": EPS}
     facts["num_channels"] = facts["num_channels"] or vision.get("in_chans")
@@ -120,9 +119,7 @@ def read(config: Config, vision: Config, spec: ModelSpec, third: bool) -> ModelS
     return with_vision(spec, made, whole, part, rope_sections=sections(config, spec))
 
 
-def weights(spec: ModelSpec, third: bool) -> list[Weight]:
-    vision = spec.vision
-    assert isinstance(vision, QwenVision)
+def weights(hidden: int, vision: QwenVision, third: bool) -> list[Weight]:
     width, squares = vision.width, vision.width * vision.merge**2
     found = patch_matrix("visual.patch_embed.proj", vision, (vision.frames,), bias=third)
     if third:
@@ -146,7 +143,7 @@ def weights(spec: ModelSpec, third: bool) -> list[Weight]:
         found += [
             vector(f"merge{i}_norm_D", f"{name}.{'norm' if third else 'ln_q'}", size, norm=True, bias=third),
             *matrix(f"merge{i}a", [f"{name}.{first}"], squares, squares),
-            *matrix(f"merge{i}b", [f"{name}.{second}"], spec.hidden_size, squares),
+            *matrix(f"merge{i}b", [f"{name}.{second}"], hidden, squares),
         ]
     return found
 
@@ -172,9 +169,7 @@ def positions(vision: VisionSpec, count: int, spans: Sequence[Any]) -> tuple[np.
     return found, here + (count - at) - count
 
 
-def rename(spec: ModelSpec, name: str) -> str:
-    """The name that a tensor has here. Pure."""
-    return renamed({"model.visual.": "visual.", "model.language_model.": "model."}, name)
+rename = partial(renamed, {"model.visual.": "visual.", "model.language_model.": "model."})
 
 
 def _family(

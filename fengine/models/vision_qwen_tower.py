@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fengine.models.kv_state import Params
-from fengine.models.spec import ModelSpec, VisionSpec
+from fengine.models.spec import VisionSpec
 from fengine.models.vision_layers import Layout, act, layout, project, tiled
 from fengine.ops import activations, layer_norm, linear, patch_attention, rms_norm
 
@@ -139,10 +139,8 @@ def merged(tower: Params, vision: QwenVision, x_ID: Tensor, index: int, third: b
     return project(activations.activate(project(x_IK, tower, f"merge{index}a"), "gelu"), tower, f"merge{index}b")
 
 
-def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor], third: bool) -> Tensor:
+def encode(tower: Params, vision: QwenVision, arrays: dict[str, Tensor], third: bool) -> Tensor:
     """The embeddings of an image, beside those that later layers add: [tokens, D * (1 + deepstack)]. Pure."""
-    tower, vision = params["vision"], spec.vision
-    assert isinstance(vision, QwenVision)
     rows, columns = arrays["grid_2"].tolist()
     x_ID = project(tiled(arrays["patches_IK"].to(tower["merge0_norm_D"].dtype)), tower, "patch")
     known = plan(vision, (rows, columns), x_ID.device)

@@ -196,14 +196,6 @@ def sandwich_layer(
     ]
 
 
-def whole_norms(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Of q and k, over all their heads at once. Pure."""
-    return [
-        layer.norm("q_norm_C", "self_attn.q_norm", spec.num_heads * spec.head_dim),
-        layer.norm("k_norm_C", "self_attn.k_norm", spec.num_kv_heads * spec.head_dim),
-    ]
-
-
 def head_weight(vocab: int, hidden: int) -> Weight:
     """The matrix from hidden states to logits. Pure."""
     return Weight(("unembed",), (Source(HEAD, (vocab, hidden)),), "VD", "V")

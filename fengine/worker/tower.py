@@ -115,7 +115,7 @@ class Tower:
         return found
 
     def _run(self, arrays: dict[str, Tensor]) -> Tensor:
-        return self.family.encode(self.params, self.spec, arrays).to(self.dtype)
+        return self.family.encode(self.params["vision"], self.spec.vision, arrays).to(self.dtype)
 
 
 def _facts(x: Tensor) -> Hashable:

@@ -51,7 +51,7 @@ def test_features_are_those_of_transformers(case: Case) -> None:
         tiles, found = parts.images.read(picture(seed, *size))[0].pieces, list[torch.Tensor]()
         for piece in tiles:
             arrays = {name: torch.from_numpy(array) for name, array in piece.arrays.items()}
-            found.append(family.encode(parts.weights.params, parts.spec, arrays))
+            found.append(family.encode(parts.weights.params["vision"], parts.spec.vision, arrays))
         assert [piece.tokens for piece in tiles] == [len(part) for part in found]
         features = dict(case.processor([picture(seed, *size)], return_tensors="pt"))
         output = case.reference.get_image_features(**features)
