@@ -28,6 +28,16 @@ def row_batch(token_ids: list[int], start: int, pages: list[int], page_size: int
     return {**batch, "page_table_RN": batch["page_table_RN"][None, :]}
 
 
+def row_sampling(position: int, seed: int = 0, temperature: float = 1.0, top_k: int = 1 << 30) -> dict[str, Tensor]:
+    """Sampling parameters of one row; top_k = 1 is greedy. `position` is where the drawn token will stand."""
+    floats, ints = {"temperature_R": temperature, "top_p_R": 1.0, "min_p_R": 0.0}, {"top_k_R": top_k, "pos_R": position}
+    return {
+        **{name: torch.tensor([value], dtype=torch.float32) for name, value in floats.items()},
+        **{name: torch.tensor([value], dtype=torch.int32) for name, value in ints.items()},
+        "seed_R": torch.tensor([seed], dtype=torch.int64),
+    }
+
+
 class PageSnapshot(NamedTuple):
     """A copy of some pages: `k_LPSGK[l][i]` holds page i of the list that the snapshot of layer l was taken from."""
 
