@@ -136,6 +136,9 @@ class Cuda:
     def set_device(device: Any) -> None: ...
 
     @staticmethod
+    def set_stream(stream: Any) -> None: ...
+
+    @staticmethod
     def synchronize(device: Any) -> None: ...
 
     @staticmethod

@@ -131,11 +131,11 @@ class Chain:
                     graphs.capture_late(key, run)
         found, done = {"R": bucket, "K": self.most}, torch.cuda.Event()
         if self.guess_token_S is not None:
-            slot_R = self.inputs.tensors(0, sizes)[SLOTS.name][:rows].long()
+            slot_R = self.inputs.tensors(0, sizes)[SLOTS.name][:rows]
             guess_RK = self.found.tensors(0, found)[GUESSES.name][:rows]
             self.guess_token_S.view(-1, self.most)[slot_R] = guess_RK.clamp(min=0)
         self.found.fetch(0, 0, found)
-        done.record(torch.cuda.current_stream())
+        done.record(torch.cuda.current_stream(self.device.index))
 
         def guesses() -> np.ndarray:
             done.synchronize()

@@ -12,7 +12,7 @@ Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invarian
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
+from itertools import accumulate, chain, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -221,30 +221,31 @@ class DraftModel:
     def _arrays(self, asks: list[Ask], chunks: list[list[int]], count: int) -> Arrays:
         """The chain's FIELDS: the chunk of each row behind what is done, and how it draws."""
         slots = [ask.request.slot for ask in asks]
-        count_R = np.array([len(chunk) for chunk in chunks])
-        last_R, end_R = np.cumsum(count_R) - 1, np.array([ask.drafting.memo.done for ask in asks]) + count_R
-        row_T = np.repeat(np.arange(len(asks)), count_R)
-        pos_T = np.arange(len(row_T)) + (end_R - last_R - 1)[row_T]
-        table = self._table(asks, slots, int(end_R.max()) + count)
-        fields = {
-            "token_T": list(chain.from_iterable(chunks)), "pos_T": pos_T,
-            "slot_T": table[row_T, pos_T // self.page_size] * self.page_size + pos_T % self.page_size,
-            "q_start_B": [0, *(last_R + 1)], "kv_len_R": end_R, "page_table_RN": table, "logit_index_R": last_R,
-            "pos_R": end_R + self.head.behind, SLOTS.name: slots,
+        counts = [len(chunk) for chunk in chunks]
+        ends = [ask.drafting.memo.done + n for ask, n in zip(asks, counts, strict=True)]
+        table_RN = self._table(asks, slots, max(ends) + count)
+        q_start_B, end_R = np.array([0, *accumulate(counts)], np.int32), np.array(ends, np.int32)
+        last_R = q_start_B[1:] - 1
+        row_T = np.repeat(np.arange(len(asks), dtype=np.int32), counts)
+        pos_T = np.arange(len(row_T), dtype=np.int32) + (end_R - last_R - 1)[row_T]
+        page_T, offset_T = np.divmod(pos_T, self.page_size)
+        slot_R = np.array(slots, np.int32)
+        arrays = {
+            "token_T": np.array([*chain.from_iterable(chunks)], np.int32), "pos_T": pos_T,
+            "slot_T": table_RN[row_T, page_T] * self.page_size + offset_T, "q_start_B": q_start_B, "kv_len_R": end_R,
+            "page_table_RN": table_RN, "logit_index_R": last_R, "pos_R": end_R + self.head.behind, SLOTS.name: slot_R,
         }  # fmt: skip
-        sampling = {name: values[slots] for name, values in self.batch.sampling.items()}
-        return {name: np.array(values, np.int32) for name, values in fields.items()} | sampling
+        return arrays | {name: values.take(slot_R) for name, values in self.batch.sampling.items()}
 
     def _table(self, asks: list[Ask], slots: list[int], longest: int) -> np.ndarray:
         """Page tables [R, N]; behind the pages of what is computed, which were told, the row slot's own page."""
         width = -(-longest // self.page_size)
-        told_R = np.array([self._told(ask) for ask in asks])
-        own_R = np.array(slots) + self.pages
-        pages_RN = np.repeat(own_R[:, None], width, 1)
-        held = min(width, self.batch.page_table.shape[1])
-        table_RN = self.batch.page_table[slots, :held]
-        pages_RN[:, :held] = np.where(np.arange(held) < told_R[:, None], table_RN, own_R[:, None])
-        return pages_RN
+        table_RN = np.empty((len(asks), width), np.int32)
+        for row, ask, slot in zip(table_RN, asks, slots, strict=True):
+            told = min(self._told(ask), width)
+            row[:told] = self.batch.page_table[slot, :told]
+            row[told:] = self.pages + slot
+        return table_RN
 
     def _told(self, ask: Ask) -> int:
         """Pages of all tokens but the last: those of the steps before this one."""

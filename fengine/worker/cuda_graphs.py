@@ -1,7 +1,7 @@
 """The sizes that CUDA steps are padded to, and the graphs that are captured of them."""
 
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +77,17 @@ def token_sizes(tokens: int) -> list[int]:
     small = [16, 32, 64, 128, 192]
     large = [base * eighths // 8 for base in (256, 512, 1024, 2048, 4096, 8192) for eighths in (8, 10, 12, 14)]
     return [s for s in (*small, *large, 16384) if s < tokens] + [tokens]
+
+
+@contextmanager
+def beside(stream: torch.cuda.Stream, main: torch.cuda.Stream) -> Iterator[None]:
+    """Work goes to `stream`, then to `main` again, as before; both of the current device. In a short step
+    `torch.cuda.stream`, which asks for the device and its stream, would take as long as what it launches."""
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(main)
 
 
 class Graphs:

@@ -11,7 +11,7 @@ from fengine.core.scheduler_output import StepOutput
 from fengine.models.kv_state import KVState, Params
 from fengine.ops import edges
 from fengine.ops.edit_logits import words
-from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs
+from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs, beside
 from fengine.worker.fields import ADAPTERS, IMAGES, INPUTS, Arrays, Field, Sizes, StaticBuffers
 from fengine.worker.logits.logprobs import ASKED, MOST_ASKED, TOPS, Likeliest, put, rounded_top, scores_of, to_host
 from fengine.worker.logits.structured import StructuredOutput
@@ -70,7 +70,8 @@ class CudaRunner:
         self.edits = StaticBuffers(edits, edit_sizes(rows), self.device)
         self.masks: StaticBuffers | None = None  # made for the first grammar
         self.found = StaticBuffers(OUTPUTS, output_sizes(rows, min(TOPS[-1], vocab)), self.device)
-        self.ended = [torch.cuda.Event() for _ in range(2)]  # the last step over this input has
+        self.came = [torch.cuda.Event() for _ in range(2)]  # this input is on the device
+        self.ended = [torch.cuda.Event() for _ in range(2)]  # the last step over it has
         self.sent = [torch.cuda.Event() for _ in range(2)]  # what it found is on the host
         self.last_token_R = torch.zeros(rows + guesses, dtype=torch.int32, device=self.device)
         self.guess_token_S = self.last_token_R[rows:]
@@ -85,6 +86,9 @@ class CudaRunner:
         runs in it, such as a logit processor, may have chosen another since."""
         if torch.cuda.current_device() != self.device.index:
             torch.cuda.set_device(self.device)
+
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device.index)  # by number: to look it up takes longer than a launch
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
         """Captures every bucket's graphs over `kv`; `prepare` has run once before."""
@@ -106,7 +110,7 @@ class CudaRunner:
     def warm(self, bucket: Bucket) -> None:
         """Runs a harmless step of this size, without graphs."""
         blank = warm_step(bucket.tokens, self._sizes(bucket))
-        self._stage(blank, bucket, 0, torch.cuda.current_stream())
+        self._stage(blank, bucket, 0, self._stream())
         self._run_sampler(bucket, 0, self._run_forward(bucket, 0), (), None)
 
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
@@ -119,7 +123,7 @@ class CudaRunner:
             write()
         bucket = self.buckets.of(step.tokens, step.rows, step.adapters)
         which = self.turn if bucket.inputs == 2 else 0
-        stream = torch.cuda.current_stream()
+        stream = self._stream()
         self._stage(step, bucket, which, stream)
         stream.wait_event(self.sent[which])
         if bucket.graph and self.graphs.replay(("forward", bucket, which)):
@@ -164,9 +168,10 @@ class CudaRunner:
             return found["draw_2R"][:, : step.rows] if step.draws else np.zeros((2, step.rows), np.int32)
 
         behind.result = read_out(self.params, self.unembed, hidden_TD, step, draws, likeliest)
-        self.ended[which].record(torch.cuda.current_stream())
+        stream = self._stream()
+        self.ended[which].record(stream)
         self.going.wait_event(self.ended[which])
-        with torch.cuda.stream(self.going):
+        with beside(self.going, stream):
             self.found.fetch(self.turn, which, sizes)
             self.sent[which].record(self.going)
             done.record(self.going)
@@ -181,11 +186,12 @@ class CudaRunner:
             arrays = {k: v for k, v in step.arrays.items() if k != ASKED.name or v.shape[1] <= MOST_ASKED}
             self.edits.fill(arrays, edit_sizes(bucket.rows), self.turn)
         self.coming.wait_event(self.ended[which])
-        with torch.cuda.stream(self.coming):
+        with beside(self.coming, stream):
             self.inputs.send(self.turn, which, sizes)
             if edits:
                 self.edits.send(self.turn, which, edit_sizes(bucket.rows))
-        stream.wait_stream(self.coming)
+            self.came[which].record(self.coming)
+        stream.wait_event(self.came[which])
 
     # -- its parts over static buffers, run or captured ----------------------------------------------------------------
 

@@ -73,7 +73,14 @@ IMAGES = (
 )
 ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))
 
-Targets = list[tuple[Field, np.ndarray]]
+
+class Target(NamedTuple):
+    """Where a field of a step lies on the host, and what stands behind what the step fills in: None: whatever does."""
+
+    name: str
+    array: np.ndarray
+    blank: float | None
+    last: bool  # in its place the last value again
 
 
 class Slot(NamedTuple):
@@ -103,22 +110,32 @@ def views(buffer: Tensor, slots: Iterable[Slot]) -> dict[str, Tensor]:
     return {slot.field.name: buffer[slot.start : slot.end].view(slot.field.dtype).view(slot.shape) for slot in slots}
 
 
-def pack(arrays: Arrays, targets: Targets) -> None:
+def target_of(field: Field, array: np.ndarray) -> Target:
+    return Target(field.name, array, None if field.pad is Pad.NONE else blank_value(field), field.pad is Pad.LAST)
+
+
+def pack(arrays: Arrays, targets: Iterable[Target]) -> None:
     """Writes arrays where their fields lie, padded. Modifies: the targets."""
-    for field, target in targets:
-        source = arrays.get(field.name)
-        if source is None:
-            if field.pad is not Pad.NONE:
-                target[...] = blank_value(field)
+    for name, target, blank, last in targets:
+        source = arrays.get(name)
+        if source is None or source.ndim > 1:  # padded in both dimensions
+            if blank is not None:
+                target.fill(blank)
+            if source is not None:
+                target[tuple(map(slice, source.shape))] = source
             continue
-        if source.ndim > 1:  # padded in both dimensions
-            if field.pad is not Pad.NONE:
-                target[...] = blank_value(field)
-            target[tuple(map(slice, source.shape))] = source
-            continue
-        target[: len(source)] = source
-        if len(source) < len(target):
-            target[len(source) :] = source[-1] if field.pad is Pad.LAST else blank_value(field)
+        held = len(source)
+        target[:held] = source
+        if held < len(target):
+            target[held:] = source[-1] if last else blank
+
+
+class Place(NamedTuple):
+    """Where fields of one size lie: in all buffers, in each of the host's, in each of the device's."""
+
+    slots: list[Slot]
+    host: list[list[Target]]
+    device: list[dict[str, Tensor]]
 
 
 class StaticBuffers:
@@ -130,37 +147,37 @@ class StaticBuffers:
         size = max(slot.end for slot in layout(fields, most)) + 64
         self.host = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self.device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.places: dict[tuple[tuple[str, int], ...], tuple[list[Slot], list[Targets]]] = {}
+        self.places: dict[tuple[tuple[str, int], ...], Place] = {}
 
-    def place(self, sizes: Sizes) -> tuple[list[Slot], list[Targets]]:
-        """The fields' places and, in both of the host's buffers, their arrays. Made once for each size: to make them
-        for a short step would take as long as to launch it."""
+    def place(self, sizes: Sizes) -> Place:
+        """Made once for each size: to make it for a short step would take as long as to launch it."""
         key = tuple(sizes.items())
         if key not in self.places:
             slots = layout(self.fields, sizes)
-            found = [views(host, slots) for host in self.host]
-            self.places[key] = slots, [[(s.field, tensors[s.field.name].numpy()) for s in slots] for tensors in found]
+            host, device = [views(b, slots) for b in self.host], [views(b, slots) for b in self.device]
+            targets = [[target_of(field, found[field.name].numpy()) for field, *_ in slots] for found in host]
+            self.places[key] = Place(slots, targets, device)
         return self.places[key]
 
     def fill(self, arrays: Arrays, sizes: Sizes, turn: int) -> None:
         """Packs the arrays into the host's buffer `turn`."""
-        pack(arrays, self.place(sizes)[1][turn])
+        pack(arrays, self.place(sizes).host[turn])
 
     def send(self, turn: int, which: int, sizes: Sizes, lines: int | None = None) -> None:
         """Starts the copy of the host's buffer `turn` to the device's `which`; of the last field so many lines."""
-        last = self.place(sizes)[0][-1]
+        last = self.place(sizes).slots[-1]
         end = last.end if lines is None else last.start + (last.end - last.start) // last.shape[0] * lines
         self.device[which][:end].copy_(self.host[turn][:end], non_blocking=True)
 
     def fetch(self, turn: int, which: int, sizes: Sizes) -> None:
         """Starts the copy of the device's buffer `which` to the host's `turn`."""
-        end = self.place(sizes)[0][-1].end
+        end = self.place(sizes).slots[-1].end
         self.host[turn][:end].copy_(self.device[which][:end], non_blocking=True)
 
     def arrays(self, turn: int, sizes: Sizes) -> Arrays:
         """The fields in the host's buffer `turn`."""
-        return {field.name: array for field, array in self.place(sizes)[1][turn]}
+        return {target.name: target.array for target in self.place(sizes).host[turn]}
 
     def tensors(self, which: int, sizes: Sizes) -> dict[str, Tensor]:
         """The fields in the device's buffer `which`."""
-        return views(self.device[which], self.place(sizes)[0])
+        return dict(self.place(sizes).device[which])

@@ -27,7 +27,7 @@ from fengine.engine.request_state import RequestState
 from fengine.errors import ConfigError, LogitProcessorError
 from fengine.ops import linear
 from fengine.worker.chunks import PromptRows
-from fengine.worker.fields import INPUTS, blank, pack
+from fengine.worker.fields import INPUTS, blank, pack, target_of
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits import logits_stages
 from fengine.worker.logits.logprobs import ASKED, SLICE, score_prompts
@@ -347,7 +347,7 @@ def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch
             for field in fields:
                 if field.name in step.arrays:
                     arrays[field.name] = blank(field, sizes)
-                    pack(step.arrays, [(field, arrays[field.name])])
+                    pack(step.arrays, [target_of(field, arrays[field.name])])
             assert arrays.keys() == step.arrays.keys()
             steps.append(bool(step.stages))
             return inner(kv, replace(step, arrays=arrays))

@@ -18,7 +18,7 @@ from fengine.models.kv_state import KVState
 from fengine.worker.compiled import layer_kinds
 from fengine.worker.cuda_graphs import Buckets, Graphs, decode_sizes
 from fengine.worker.cuda_runner import CudaRunner
-from fengine.worker.fields import ADAPTERS, INPUTS, StaticBuffers, blank, layout, pack
+from fengine.worker.fields import ADAPTERS, INPUTS, StaticBuffers, blank, layout, pack, target_of
 from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.safetensors_file import read_config
 from fengine.worker.step import batch_of, make_forward, on_cpu
@@ -141,11 +141,11 @@ def test_inputs_lie_apart_and_are_padded_as_declared() -> None:
     given = warm_step(17, {"T": 17, "R": 4, "B": 5, "N": 2, "U": 17, "Y": 2, "A": 17, "S": 3}).arrays
     for field in fields:
         target = np.full_like(blank(field, sizes), 9)
-        pack(given, [(field, target)])
+        pack(given, [target_of(field, target)])
         source, fill = given[field.name], given[field.name][-1] if field.name == "q_start_B" else field.pad
         assert (target[tuple(map(slice, source.shape))] == source).all(), field.name
         assert field.letters in ("RN", "RY") or (target[len(source) :] == fill).all(), field.name
-        pack({}, [(field, target)])
+        pack({}, [target_of(field, target)])
         assert field.letters in ("RN", "RY", "B") or (target == field.pad).all(), field.name
 
 
