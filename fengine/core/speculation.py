@@ -15,6 +15,7 @@ Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum  # Pythons differ in how they sum floats
 from typing import NamedTuple
 
 from fengine.core.request import Drafting, Request
@@ -83,7 +84,7 @@ def pays(rows: Rows, speculation: Speculation) -> bool:
     if not speculation.waits or not 0 < count < speculation.full:
         return False
     hope = speculation.hope
-    gain = sum(gain_of(r.drafting, r.num_computed, hope) for r in rows.decoding if r.drafting is not None)
+    gain = fsum(gain_of(r.drafting, r.num_computed, hope) for r in rows.decoding if r.drafting is not None)
     return gain > tolls(count, speculation.toll, speculation.crowd)
 
 

@@ -13,6 +13,7 @@ Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invarian
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, takewhile
+from math import fsum  # Pythons differ in how they sum floats
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,7 +131,7 @@ class DraftModel:
                 ask.drafting.memo, ask.drafting.last = Memo(Pace(self.most, self.cost)), None
             ask.drafting.memo.learn(ask, self.head.behind)
         self._hear(asks)
-        gain = sum(gain_of(ask.drafting, len(ask.request.token_ids) - 1, self.hope) for ask in asks)
+        gain = fsum(gain_of(ask.drafting, len(ask.request.token_ids) - 1, self.hope) for ask in asks)
         if gain <= tolls(len(asks), self.cost.toll, self.cost.crowd):  # by what has just been learnt
             return [[] for _ in asks]
         sizes = self._sizes(asks)
@@ -164,7 +165,7 @@ class DraftModel:
     def _hear(self, asks: Sequence[Ask]) -> None:
         """Has new rows rest where those that were tried for them would not pay beside so many. Modifies: the scouts,
         the asks' drafting."""
-        gain = sum(pace.gain for pace in self.scouts) * len(asks)
+        gain = fsum(pace.gain for pace in self.scouts) * len(asks)
         if self.scouts and gain <= tolls(len(asks), self.cost.toll, self.cost.crowd) * len(self.scouts):
             self.scouts = []
             for ask in asks:

@@ -1,12 +1,14 @@
 """How much of a request a model guesses: what pays by its own tries, against an exact model of what tries bring."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fengine.core.request import Drafting, Request, SamplingParams
-from fengine.core.speculation import Ask, gain_of
-from fengine.speculative.draft import Memo
+from fengine.core.speculation import Ask, Speculation, gain_of, pays
+from fengine.speculative.draft import DraftModel, Memo
 from fengine.speculative.pace import GROWTH, LONGEST, REST, WAIT, Cost, Pace
 from fengine.speculative.proposers import EXPERTS, HOST, LEAST_GUESS, times_of
 
@@ -123,3 +125,15 @@ def test_a_draft_that_is_behind_knows_what_was_known_at_its_last_try() -> None:
         Ask(0, Request("r", 4, [1] * 10 + [5, 6, 1], SamplingParams(), 0, 20, frozenset()), Drafting(), 0, 1, 5), 2
     )
     assert memo.done == 8
+
+
+def test_what_tries_bring_is_summed_alike_by_every_python() -> None:
+    """Ten tenths are one: added one after another, as Python 3.11 does, they are less."""
+    toll, cost = 0.1 - 2**-56, Cost(0.1, toll=0.1 - 2**-56)
+    rows: Any = SimpleNamespace(decoding=[SimpleNamespace(drafting=Drafting(gain=0.1), num_computed=0)] * 10)
+    assert pays(rows, Speculation(lambda asks: [], 4, 64, 100, waits=True, toll=toll))
+    ask: Any = SimpleNamespace(drafting=Drafting(gain=0.1, memo=Memo(Pace(4, cost))))
+    model: Any = DraftModel.__new__(DraftModel)
+    model.cost, model.scouts = cost, [SimpleNamespace(gain=0.1)] * 10
+    model._hear([ask] * 10)
+    assert model.scouts and ask.drafting.rest_until == 0
