@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from queue import LifoQueue
 from typing import Any, NamedTuple
@@ -152,14 +151,15 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
             pipe.close()
 
 
+_shared: dict[tuple[str, int, Limits, int], Trials] = {}
+
+
 def shared(module: str, count: int, limits: Limits = LIMITS) -> Trials:
     """The children of a whole process, which end with it: starting one takes a tenth of a second. A fork has its own.
     Pure but for them."""
-    return _shared(module, count, limits, os.getpid())
-
-
-@cache
-def _shared(module: str, count: int, limits: Limits, process: int) -> Trials:
-    found = Trials(module, count, limits)
-    finalize(found, found.close)
-    return found
+    key = module, count, limits, os.getpid()
+    if key not in _shared:
+        new = Trials(module, count, limits)  # starts none yet
+        if _shared.setdefault(key, new) is new:  # of those who ask at once, one's
+            finalize(new, new.close)
+    return _shared[key]

@@ -3,7 +3,9 @@
 import base64
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from tokenizer_cases import byte_level
 from tokenizers import Tokenizer as Backend
 
 from fengine.errors import FengineError, InvalidRequestError, ModelLoadError
-from fengine.tokenizer import pipeline
+from fengine.tokenizer import pipeline, trial
 from fengine.tokenizer.pipeline import KNOWN_SPLITS, exercise, may_hang
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.tokenizer.trial import Limits
@@ -113,3 +115,17 @@ def test_patterns_in_use_need_no_trial() -> None:
     for pattern in KNOWN_SPLITS:  # 20,000 characters alike do not stop them
         backend = Backend.from_str(json.dumps(BASE | {"pre_tokenizer": split(pattern)}))
         exercise(backend, [c * 20_000 + "!" for c in "aA0 \n.é字'"])
+
+
+def test_threads_that_ask_first_at_once_share_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Barrier(2, timeout=30)
+
+    class Slow(trial.Trials):
+        def __init__(self, *given: Any) -> None:
+            both.wait()
+            super().__init__(*given)
+
+    monkeypatch.setattr(trial, "Trials", Slow)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(trial.shared, ["test_at_once"] * 2, [1] * 2)
+    assert first is second is trial.shared("test_at_once", 1)
