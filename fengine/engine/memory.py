@@ -144,8 +144,9 @@ class Memory:
         self.keeps_weights = kept
 
     def close(self) -> None:
-        """Drops the graphs."""
+        """Drops the graphs, and what names weights and pages. Nothing can be released any more."""
         self.device.drop_graphs()
+        del self.device
 
     def release(self, tags: Any = None) -> None:
         """Gives memory back. None: all that is not released yet. Errors: InvalidRequestError, EngineBusyError,

@@ -78,10 +78,8 @@ class Parts:
         self.updates.close()
         self.weights.close()
         self.memory.close()
-        if self.images is not None:
-            self.images.close()
-        if self.ranks is not None:
-            self.ranks.close()
+        for part in filter(None, (self.adapters, self.images, self.ranks)):
+            part.close()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

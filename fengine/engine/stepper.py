@@ -133,5 +133,6 @@ class Stepper:
         self.watchers = tuple(other for other in self.watchers if other is not watcher)
 
     def end(self) -> None:
-        """Drops weights, adapters, pages and graphs. Nothing can be run any more."""
+        """Drops weights, adapters, drafts, pages and graphs. Nothing can be run any more."""
+        self.scheduler.speculation = None
         del self.kv, self.runner, self.input_batch, self.pending

@@ -134,6 +134,12 @@ class Adapters:
         self._lock = threading.Lock()  # of the entries; never held while files are read
         self._loading = threading.RLock()  # one load at a time
 
+    def close(self) -> None:
+        """Drops the slots' memory, and the images: nothing can be written any more."""
+        self.memory = torch.empty(0)
+        for load in list(self._loads.values()):
+            load.image = None
+
     def paths(self) -> dict[str, str]:
         """The path of every adapter that requests may name."""
         with self._lock:

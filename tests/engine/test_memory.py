@@ -1,12 +1,14 @@
 """Memory given back and taken again: it is really free meanwhile, and afterwards every bit is as before."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_adapters
 import tiny_checkpoints
 import torch
 from books import check_scheduler
@@ -214,6 +216,31 @@ def test_graphs_are_captured_when_they_are_asked_for_and_all_is_there(
             assert len(captured) == (count == 2)
         captured.clear()
         assert ask(engine) == before
+
+
+def storages() -> dict[int, int]:
+    """Bytes of tensors by their address."""
+    found = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+@pytest.mark.parametrize("kind", ["plain", "released", "adapters", "draft"])
+def test_an_engine_that_has_ended_holds_no_tensor(checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    """Also where it is still named: the next one may need the room."""
+    adapter = str(tiny_adapters.random_adapter(tmp_path / "a", checkpoint, 4))
+    options: Any = {
+        "adapters": {"lora_paths": {"a": adapter}, "max_loras_per_batch": 1},
+        "draft": {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(checkpoint)},
+    }.get(kind, {})
+    before = storages()
+    engine = start(checkpoint, **options)
+    ask(engine)
+    held = storages().keys() - before.keys()
+    if kind == "released":
+        engine.release_memory_occupation()
+    engine.shutdown()
+    left = {place: size for place, size in storages().items() if place not in before}
+    assert len(held) > 10 and left == {}
 
 
 def test_shutdown_while_released(checkpoint: Path) -> None:
