@@ -16,6 +16,7 @@ from fengine.ops import kv_fp8
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_hopper import halved
 from fengine.ops.attention_kernels import SUMS
+from fengine.ops.attention_merge_hopper import merge, merge_stored, store_rows
 from fengine.ops.kv_fp8_decode import keys_of, layouts, permuted, power, values_of
 from fengine.ops.registration import (
     TensorDescriptor,
@@ -98,48 +99,6 @@ def start_of(n, split, splits, CHUNK: gl.constexpr, BLOCK: gl.constexpr):
     return (split + n // PER * splits) * CHUNK + n % PER * BLOCK
 
 
-@gluon.jit
-def merge(m, sum, acc, m2, sum2, acc2, c):
-    """As `merge` of attention_kernels.py: [rows] each, but acc."""
-    m_new = gl.maximum(m, m2)
-    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    a = gl.exp2((m - safe) * c)
-    b = gl.exp2((m2 - safe) * c)
-    b_acc = b[:, None] + gl.zeros_like(acc)
-    return m_new, gl.fma(sum2, b, sum * a), gl.fma(acc2, b_acc, acc * a[:, None])
-
-
-@gluon.jit
-def store_rows(o_ptr, at, acc, sum, real):
-    gl.store(o_ptr + at, (acc / sum[:, None]).to(o_ptr.dtype.element_ty), mask=real[:, None])
-
-
-@gluon.jit
-def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, home, count, head, tokens, o_ptr, line, chunks, c,
-                 H: gl.constexpr, J: gl.constexpr, K: gl.constexpr, GP: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """Merges the stored results of a tile's chunks, AHEAD at a time, and stores the outcome."""
-    W: gl.constexpr = gl.num_warps()
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [W, 1], [1, 0])
-    i = gl.arange(0, 16, layout=gl.SliceLayout(1, LINES))
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
-    real = (i // GP < tokens) & (i % GP < J)
-    row = (i // GP).to(gl.int64) * H + head + i % GP
-    part = (home * H + row) * chunks
-    m = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, LINES))
-    sum = gl.full([16], -0.0, gl.float32, gl.SliceLayout(1, LINES))
-    acc = gl.full([16, K], -0.0, gl.float32, LINES)
-    for chunk in range(0, count, AHEAD):
-        for ahead in gl.static_range(AHEAD):
-            more = real & (chunk + ahead < count)
-            at = part + chunk + ahead
-            m2 = gl.load(m_part_ptr + at, mask=more, other=float("-inf"), cache_modifier=".cg")
-            sum2 = gl.load(sum_part_ptr + at, mask=more, other=0.0, cache_modifier=".cg")
-            acc2 = gl.load(acc_part_ptr + at[:, None] * K + d[None, :], mask=more[:, None], other=0.0,
-                           cache_modifier=".cg")  # fmt: skip
-            m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c)
-    store_rows(o_ptr, (line * H + row)[:, None] * K + d[None, :], acc, sum, real)
-
-
 @gluon.jit(do_not_specialize=["T", "R", "N", "chunks", "limit"])
 def rows_kernel(
     q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, m_part_ptr, sum_part_ptr, acc_part_ptr, arrived_ptr,
@@ -211,6 +170,7 @@ def rows_kernel(
                 position = front + gl.arange(0, 16, layout=BY_ROW) // GP
                 real = (first + i // GP < tokens) & (i % GP < J)
                 line = (start + first + i // GP).to(gl.int64) * H + g * J + i % GP
+                out = line[:, None] * K + d[None, :]
                 home = gl.where(limit == 0, start + first, r * BQ)
                 part = ((home + i // GP).to(gl.int64) * H + g * J + i % GP) * chunks
                 m = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, OUT))
@@ -267,13 +227,13 @@ def rows_kernel(
                     acc2 = gl.join(even, odd).reshape((16, K))
                     if SPLIT:
                         if count == 1:
-                            store_rows(o_ptr, line[:, None] * K + d[None, :], acc2, sum2, real)
+                            store_rows(m_end, sum2, acc2, o_ptr, 0, o_ptr, out, real, c, False)
                         else:
                             gl.store(m_part_ptr + part + chunk, m_end, mask=real)
                             gl.store(sum_part_ptr + part + chunk, sum2, mask=real)
                             gl.store(acc_part_ptr + (part + chunk)[:, None] * K + d[None, :], acc2, mask=real[:, None])
                     else:
-                        m, sum, acc = merge(m, sum, acc, m_end, sum2, acc2, c)
+                        m, sum, acc = merge(m, sum, acc, m_end, sum2, acc2, c, 0)
                 if SPLIT:
                     if count > 1:
                         tile = gl.where(limit == 0, start // BQ, 0) + r + first // BQ
@@ -282,11 +242,11 @@ def rows_kernel(
                         counter = arrived_ptr + tile * G + g
                         if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == programs - 1:
                             gl.store(counter, 0)
-                            merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, home.to(gl.int64), count, g * J,
-                                         tokens - first, o_ptr, (start + first).to(gl.int64), chunks, c, H, J, K, GP,
-                                         MERGED)  # fmt: skip
+                            merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, home.to(gl.int64), 0, count, g * J,
+                                         tokens - first, o_ptr, o_ptr, (start + first).to(gl.int64), chunks, c, 0, H, J,
+                                         K, K, GP, MERGED, 0, False)  # fmt: skip
                 else:
-                    store_rows(o_ptr, line[:, None] * K + d[None, :], acc, sum, real)
+                    store_rows(m, sum, acc, o_ptr, 0, o_ptr, out, real, c, False)
     if (limit == 0) & (split == 0):
         for t in range(gl.load(q_start_ptr + R) + r, T, R):
             j = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [W], [0]))
