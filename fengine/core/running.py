@@ -56,7 +56,6 @@ class Rows:
         return -(-tokens // self.page_size)
 
     def counters(self) -> dict[str, int]:
-        """Gauges of this moment, and counters since the start."""
         return self.pool.gauges() | {
             "running": self.num_running,
             "cached_pages": 0 if self.cache is None else self.cache.num_pages,

@@ -3,7 +3,7 @@
 table that `new_pages` adds up to, until the slot is released or given to another request."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -151,17 +151,14 @@ class StepOutput:
         return bool(self.errors or self.outputs or self.prompts or self.hidden or self.pooled)
 
 
-class Watcher(Protocol):
+class Watcher:
     """Told of every step in the loop's thread, so it is quick and raises nothing."""
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """The step is about to be launched."""
-        ...
 
     def launched(self, output: SchedulerOutput) -> None:
         """The device has it."""
-        ...
 
     def landed(self, output: SchedulerOutput) -> None:
         """Its results have been read; the scheduler has not been told yet."""
-        ...

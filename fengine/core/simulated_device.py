@@ -176,6 +176,5 @@ class SimulatedDevice:
                 raise InvariantError(f"{row.new.rid!r} reads wrong KV in page {table[at]}, number {at} of its table")
 
     def release(self, slots: Iterable[int]) -> None:
-        """The requests in these row slots have ended, or were preempted."""
         for slot in slots:
             self.rows.pop(slot, None)

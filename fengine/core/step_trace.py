@@ -7,7 +7,7 @@ from typing import Any
 
 from fengine.core.request import Request
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import SchedulerOutput
+from fengine.core.scheduler_output import SchedulerOutput, Watcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class StepRecord:
         return "decode" if all(self.decodes) else "mixed" if any(self.decodes) else "prefill"
 
 
-class StepTrace:
-    """A `Watcher` that tells `tell` of every step when it has landed. What `tell` raises ends the telling: see `fault`.
+class StepTrace(Watcher):
+    """Tells `tell` of every step when it has landed. What `tell` raises ends the telling: see `fault`.
     Modifies: itself."""
 
     def __init__(self, scheduler: Scheduler, tell: Callable[[StepRecord], None]) -> None:
@@ -102,9 +102,6 @@ class StepTrace:
             for row, first, _, _ in output.new_pages
             for request in (request_of[row],)
         )
-
-    def launched(self, output: SchedulerOutput) -> None:
-        """Nothing to note."""
 
     def landed(self, output: SchedulerOutput) -> None:
         fields = self._scheduled.pop(output.step, None)

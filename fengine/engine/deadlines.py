@@ -1,29 +1,23 @@
 """`Deadlines`: requests that wait or run for too long end with an error, where the configuration says how long."""
 
-from fengine.core.scheduler_output import SchedulerOutput
+from fengine.core.scheduler_output import SchedulerOutput, Watcher
 from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.request_state import RequestState
 from fengine.errors import TimedOutError
 
 
-class Deadlines:
-    """A `Watcher`: it looks behind every step that is launched. Modifies: the requests."""
+class Deadlines(Watcher):
+    """Looks behind every step that is launched. Modifies: the requests."""
 
     def __init__(self, requests: OutputProcessor, waiting: float | None, running: float | None) -> None:
         """Seconds; None: any."""
         self.requests, self.waiting, self.running = requests, waiting, running
-
-    def scheduled(self, output: SchedulerOutput) -> None:
-        """Nothing to do: the step begins."""
 
     def launched(self, output: SchedulerOutput) -> None:
         now = self.requests.now()
         late = [state for state in self.requests.states.values() if self._is_late(state, now)]
         if late:
             self.requests.abort([], late)
-
-    def landed(self, output: SchedulerOutput) -> None:
-        """Nothing to do: the next one is launched soon, or nothing waits."""
 
     def _is_late(self, state: RequestState, now: float) -> bool:
         """Modifies: the state, by the reason."""

@@ -91,7 +91,6 @@ class EngineCore:
         return self._execute(name, arguments, attached)
 
     def owns_thread(self) -> bool:
-        """Whether the calling thread is one of the engine's own."""
         return self.system.current() in self.threads
 
     def check_process(self) -> None:
@@ -151,7 +150,6 @@ class EngineCore:
         return handler(*(() if attached is None else (attached,)), **arguments)
 
     def _refused(self) -> MemoryReleasedError | None:
-        """Why no request can run now."""
         return next((MemoryReleasedError(reason) for reason in self.refusals.values()), None)
 
     def _add(self, states: Sequence[RequestState], requests: Sequence[Request]) -> None:
@@ -173,12 +171,10 @@ class EngineCore:
             self.refusals.update(reasons)
 
     def allow(self, cause: str) -> None:
-        """One reason less to refuse requests."""
         with self.inbox.lock:
             self.refusals.pop(cause, None)
 
     def refusal(self, cause: str) -> str | None:
-        """Why requests are refused, as far as this is the cause."""
         return self.refusals.get(cause)
 
     def label_weights(self, version: str) -> None:

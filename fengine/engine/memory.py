@@ -140,7 +140,6 @@ class Memory:
         core.handlers |= {"release_memory": self._release, "resume_memory": self._resume}
 
     def keep_weights(self, kept: bool) -> None:
-        """Whether released weights are kept in CPU memory."""
         self.keeps_weights = kept
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fengine.core.scalars import flag
-from fengine.core.scheduler_output import SchedulerOutput
+from fengine.core.scheduler_output import SchedulerOutput, Watcher
 from fengine.engine.engine_core import EngineCore
 from fengine.errors import FengineError, InvalidRequestError, ProfileError, UnsupportedFeatureError
 
@@ -95,7 +95,7 @@ def _writable(folder: Any) -> Path:
         raise ProfileError(f"output_dir {str(folder)!r:.200} cannot be written: {reason}; choose another") from None
 
 
-class Profile:
+class Profile(Watcher):
     """One engine's profiling. Modifies, in the loop's thread: itself; it watches the loop's steps while it is on."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -169,9 +169,6 @@ class Profile:
                 self._stop()
             except ProfileError as error:
                 self._fault = str(error)
-
-    def landed(self, output: SchedulerOutput) -> None:
-        """Nothing to note."""
 
     def _stop(self) -> str:
         asked, profiler = self._asked, self._profiler

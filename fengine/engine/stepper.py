@@ -99,7 +99,6 @@ class Stepper:
             self._land(*pending)
 
     def flush_cache(self) -> None:
-        """Forgets every prefix."""
         self.scheduler.flush_cache()
 
     def forget_weights(self) -> int:
@@ -125,11 +124,9 @@ class Stepper:
             self.kv = KVHandle(after) if after is not None else self.kv
 
     def watch(self, watcher: Watcher) -> None:
-        """It is told of every step from here on."""
         self.watchers = (*self.watchers, watcher)
 
     def unwatch(self, watcher: Watcher) -> None:
-        """It is told no more."""
         self.watchers = tuple(other for other in self.watchers if other is not watcher)
 
     def end(self) -> None:

@@ -77,7 +77,6 @@ class Watchdog:
         self._fail(self._reason())
 
     def _fail(self, error: FengineError) -> None:
-        """Answers everybody who still waits."""
         self.requests.fail(error)
         self.inbox.fail(error)
 

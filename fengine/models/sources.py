@@ -9,6 +9,16 @@ from einops import rearrange
 from torch import Tensor
 
 
+class Order(Protocol):
+    """How a tensor of a checkpoint stands otherwise than ours. Pure."""
+
+    def ours(self, tensor: Tensor) -> Tensor: ...
+
+    def theirs(self, tensor: Tensor) -> Tensor: ...  # the inverse
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]: ...  # of ours, of one that is stored in `shape`
+
+
 class HeadOrder(NamedTuple):
     """How the rows of q and k stand in a checkpoint whose rotary embedding pairs them otherwise than our two halves do.
     Of the first `heads` heads of `width` rows, the first `rotary` rows turn: pairs are neighbours (`interleaved`), or
@@ -20,16 +30,13 @@ class HeadOrder(NamedTuple):
     interleaved: bool
 
     def ours(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor of the checkpoint in our order. Pure."""
         return self._rows(tensor)[self.index(self._rows(tensor).shape[0]).to(tensor.device)].view(tensor.shape)
 
     def theirs(self, tensor: Tensor) -> Tensor:
-        """The inverse of `ours`. Pure."""
         index = self.index(self._rows(tensor).shape[0]).argsort()
         return self._rows(tensor)[index.to(tensor.device)].view(tensor.shape)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a tensor of `shape` becomes. Pure."""
         return shape
 
     def _rows(self, tensor: Tensor) -> Tensor:
@@ -59,27 +66,15 @@ class ExpertOrder(NamedTuple):
         return rearrange(tensor, "e (f part) ... -> e (part f) ...", part=2) if self.paired else tensor
 
     def theirs(self, tensor: Tensor) -> Tensor:
-        """The inverse of `ours`. Pure."""
         tensor = rearrange(tensor, "e (part f) ... -> e (f part) ...", part=2) if self.paired else tensor
         return tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a tensor of `shape` becomes. Pure."""
         return shape[:1] + shape[:0:-1]
 
     def stored(self, rows: Sequence[slice]) -> slice:
         """Where our rows, as many of gate as of up, stand along the last axis of the checkpoint. Pure."""
         return slice(rows[0].start * len(rows), rows[0].stop * len(rows))
-
-
-class Order(Protocol):
-    """How a tensor of a checkpoint stands otherwise than ours."""
-
-    def ours(self, tensor: Tensor) -> Tensor: ...
-
-    def theirs(self, tensor: Tensor) -> Tensor: ...
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]: ...
 
 
 class Source(NamedTuple):
@@ -94,7 +89,6 @@ class Source(NamedTuple):
         return tensor if self.order is None else self.order.ours(tensor)
 
     def theirs(self, tensor: Tensor) -> Tensor:
-        """The inverse of `ours`. Pure."""
         return tensor if self.order is None else self.order.theirs(tensor)
 
     @property

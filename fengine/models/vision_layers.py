@@ -35,17 +35,14 @@ class Laid(NamedTuple):
         return pad(found, [x for count in reversed(behind) for x in (0, count)])
 
     def theirs(self, tensor: Tensor) -> Tensor:
-        """The inverse of `ours`. Pure."""
         found = tensor[tuple(map(slice, self.size))]
         return found.T if self.turned else found.reshape(self.stored)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of ours. Pure."""
         return tuple(-(-n // TILE) * TILE if i == self.tiled else n for i, n in enumerate(self.size))
 
 
 def laid(name: str, stored: tuple[int, ...], *size: int, tiled: int | None = None, turned: bool = False) -> Source:
-    """A tensor of the checkpoint that is `Laid`. Pure."""
     return Source(name, stored, Laid(stored, size, tiled, turned))
 
 

@@ -106,7 +106,6 @@ class Columns(NamedTuple):
     def linear(
         self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:
-        """As `ops.linear.linear`. Pure."""
         if x_TK.shape[1] != self.k:
             if out_dtype is None and adapters is None and self.dock(x_TK) is not None:
                 return product(lambda x_TK: x_TK, x_TK.contiguous(), self, bias_N, adapters, exact)

@@ -31,7 +31,6 @@ class Rows(NamedTuple):
     dtype: torch.dtype
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name. Pure."""
         return {"codes_TK": self.codes_TK, "scale_TG": self.scale_TG}
 
 

@@ -86,20 +86,19 @@ class Dense(NamedTuple):
     def linear(
         self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:
-        """As `linear`, for which see below. Pure."""
         return (_op if exact else _fast_op)(x_TK, self.packed, self.n, bias_N, out_dtype)
 
     def gated(self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Tensor:
-        """As `gated_linear`, for which see below. Pure."""
         return _gated_op(x_TK, self.packed, self.n // 2, bias_N, *((ACTS.index(act),) if act != "silu" else ()))
 
     def plain(self, adapters: Any) -> "Dense | None":
-        """Itself: what kernels of several ops in one may read in place of `linear`."""
         return self
 
 
 class Leaf(Protocol):
-    """A weight that knows how to multiply. Another kind of leaf (adapted, quantized) is another op behind `linear`."""
+    """A weight that knows how to multiply: `linear` and `gated` are the functions below, of it. Pure. `plain`: what
+    kernels of several ops in one may read in its place, if there is such a thing. Another kind of leaf (adapted,
+    quantized) is another op behind `linear`."""
 
     @property
     def x_group(self) -> int:
@@ -130,7 +129,6 @@ def pack(w_NK: Tensor) -> Dense:
 
 
 def unpack(w: Dense) -> Tensor:
-    """The inverse of `pack`. Pure."""
     return w.packed if w.packed.device.type != "cpu" else unpacked(w.packed, w.n)
 
 

@@ -191,7 +191,6 @@ def is_captured(x: Tensor) -> bool:
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A second stream of `device`, the same for all calls."""
     return torch.cuda.Stream(device)
 
 
@@ -245,7 +244,6 @@ class Adapted(NamedTuple):
         return y_TN
 
     def gated(self, x_TK: Any, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Any:
-        """As `linear.gated_linear`. Pure."""
         how = (x_TK, bias_N, adapters, exact, act, group)
         return self.base.gated(*how) if adapters is None else linear.in_two(self, *how)
 

@@ -43,12 +43,10 @@ class Codes(NamedTuple):
     index_K: Tensor | None = None  # int32
 
     def rows(self, index: Tensor | slice) -> "Codes":
-        """The rows `index`. Pure."""
         zero_NG = None if self.zero_NG is None else self.zero_NG[index]
         return self._replace(code_NK=self.code_NK[index], scale_NG=self.scale_NG[index], zero_NG=zero_NG)
 
     def to(self, device: torch.device) -> "Codes":
-        """The same on a device. Pure."""
         moved = {name: part.to(device) for name, part in self._asdict().items() if isinstance(part, Tensor)}
         return self._replace(**moved)
 
@@ -161,7 +159,6 @@ class Quantized(NamedTuple):
     def linear(
         self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:
-        """As `linear.linear`. Pure."""
         return _op(x_TK, *self, bias_N, out_dtype)
 
     gated = in_two

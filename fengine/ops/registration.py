@@ -79,7 +79,6 @@ def register(
 
 
 def alike(x: Tensor, *_: Any) -> Tensor:
-    """An empty result like the first argument."""
     return x.new_empty(x.shape)
 
 
@@ -149,12 +148,10 @@ def stages_that_fit(x: Tensor, stages: int, per_stage: int) -> int:
 
 @cache
 def multiprocessors(device: int) -> int:
-    """Number of multiprocessors of CUDA device `device`."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device is an NVIDIA GPU of compute capability 9."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -133,14 +133,12 @@ class W8A8(NamedTuple):
     def linear(
         self, x_TK: Tensor | e4m3.Rows, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
     ) -> Tensor:
-        """As `linear.linear`. Pure."""
         rows = self.rows(x_TK)
         return _op(rows.codes_TK, rows.scale_TG, *self, bias_N, out_dtype or rows.dtype)
 
     def gated(
         self, x_TK: Tensor | e4m3.Rows, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int
     ) -> Any:
-        """As `linear.gated_linear`. Pure."""
         if not group:
             return linear.in_two(self, x_TK, bias_N, adapters, exact, act, group)
         rows, how = self.rows(x_TK), (linear.ACTS.index(act), group)

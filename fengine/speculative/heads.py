@@ -1,6 +1,5 @@
 """The models that guess, loaded beside their target: an EAGLE-3 draft, and any small model of its vocabulary."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from fengine.worker.checkpoint_checks import listed, misshapen, renamed
 from fengine.worker.device import device_of
 from fengine.worker.loader import Placement, load_params, place, spec_from_config
 from fengine.worker.quantized_weights import Part
-from fengine.worker.safetensors_file import DTYPES, TensorEntry, open_file, read_shards, read_tensor
+from fengine.worker.safetensors_file import DTYPES, TensorEntry, read_shards, reading
 
 UNREAD = ("t2d", "embed_tokens.weight")  # the inverse of d2t; the embedding is the target's
 
@@ -48,7 +47,6 @@ class SmallModel:
         return feature_TX
 
     def run(self, kv: KVState, batch: Tensors, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
-        """(KV state, logits_RV, None) behind each row. Modifies: the storage of `kv`, which is dead then."""
         kv, hidden_TD = self.model.forward(self.params, self.spec, kv, batch)
         return kv, self.model.unembed(self.params, self.spec, take(hidden_TD, batch["logit_index_R"])), None
 
@@ -72,11 +70,9 @@ class EagleHead:
         self.params["embed"] = params["embed"]
 
     def fuse(self, feature_TX: Tensor) -> Tensor:
-        """What it goes on from: [T, D]. Pure."""
         return eagle3.fuse(self.params, self.spec, feature_TX)
 
     def run(self, kv: KVState, batch: Tensors, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
-        """(KV state, logits_RV, stream_RD) behind each row. Modifies: the storage of `kv`, which is dead then."""
         assert stream_TD is not None, "the draft goes on from a stream"
         kv, normed_RD, stream_RD = eagle3.forward(self.params, self.spec, kv, batch, stream_TD, self.normed)
         return kv, eagle3.unembed(self.params, self.spec, normed_RD), stream_RD
@@ -119,14 +115,14 @@ def load(directory: Path, spec: ModelSpec, weights: list[Weight], like: Tensor) 
     entries = checked_entries(directory, spec, weights)
     placement = Placement(like.device, DTYPES[entries["fc.weight"].dtype] if like.device.type == "cpu" else like.dtype)
     params: Params = {"layers": [{"kind": spec.kind(0)}]}
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
+    with reading(entries) as read:
         for weight in weights:
-            parts = [read_tensor(files[entries[s.name].path], entries[s.name]) for s in weight.sources]
+            parts = [read(source.name) for source in weight.sources]
             parent: Any = params["layers"][0] if weight.path[0] == "layers" else params
             parent[weight.path[-1]] = place(weight, parts, placement)
-        if (entry := entries.get(eagle3.HEAD_IDS)) is not None:
-            id_H = files[entry.path].get_tensor(entry.stored).long() + torch.arange(entry.shape[0])
+        if eagle3.HEAD_IDS in entries:
+            offset_H = read(eagle3.HEAD_IDS)
+            id_H = offset_H + torch.arange(len(offset_H))
             if len(set(id_H.tolist())) < len(id_H) or not 0 <= int(id_H.min()) <= int(id_H.max()) < spec.vocab_size:
                 raise CorruptCheckpointError(f"{directory}: {eagle3.HEAD_IDS!r} must name different ids of the target")
             params["head_ids"] = id_H.to(placement.device)

@@ -23,7 +23,6 @@ class Extras:
         self.drafted: dict[int, tuple[int, list[int]]] = {}  # what was guessed in their last steps, behind where
 
     def release(self, row: int) -> None:
-        """The request in this slot has ended, or was preempted."""
         self.rows.pop(row, None)
         self.drafted.pop(row, None)
 

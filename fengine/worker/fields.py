@@ -38,7 +38,6 @@ class Field(NamedTuple):
 
 
 def blank(field: Field, sizes: Sizes) -> np.ndarray:
-    """The field with nothing filled in."""
     array: np.ndarray = torch.empty(0, dtype=field.dtype).numpy()
     return np.full(field.shape(sizes), blank_value(field), array.dtype)
 
@@ -139,8 +138,8 @@ class Place(NamedTuple):
 
 
 class StaticBuffers:
-    """Fields in packed buffers whose addresses graphs hold: two on the host, pinned, and two on the device. Modifies:
-    these buffers."""
+    """Fields in packed buffers whose addresses graphs hold: two on the host, pinned, and two on the device, which
+    `turn` and `which` name. Modifies: these buffers."""
 
     def __init__(self, fields: tuple[Field, ...], most: Sizes, device: torch.device) -> None:
         self.fields = fields
@@ -160,7 +159,6 @@ class StaticBuffers:
         return self.places[key]
 
     def fill(self, arrays: Arrays, sizes: Sizes, turn: int) -> None:
-        """Packs the arrays into the host's buffer `turn`."""
         pack(arrays, self.place(sizes).host[turn])
 
     def send(self, turn: int, which: int, sizes: Sizes, lines: int | None = None) -> None:
@@ -170,14 +168,11 @@ class StaticBuffers:
         self.device[which][:end].copy_(self.host[turn][:end], non_blocking=True)
 
     def fetch(self, turn: int, which: int, sizes: Sizes) -> None:
-        """Starts the copy of the device's buffer `which` to the host's `turn`."""
         end = self.place(sizes).slots[-1].end
         self.host[turn][:end].copy_(self.device[which][:end], non_blocking=True)
 
     def arrays(self, turn: int, sizes: Sizes) -> Arrays:
-        """The fields in the host's buffer `turn`."""
         return {target.name: target.array for target in self.place(sizes).host[turn]}
 
     def tensors(self, which: int, sizes: Sizes) -> dict[str, Tensor]:
-        """The fields in the device's buffer `which`."""
         return dict(self.place(sizes).device[which])

@@ -85,7 +85,6 @@ class ImageInputs:
             self.pos_3P[slot], self.delta[slot] = np.asarray(new.rope[0], np.int32), new.rope[1]
 
     def release(self, slots: Iterable[int]) -> None:
-        """The requests in these slots have ended, or were preempted."""
         for slot in slots:
             if self.row_P.pop(slot, None) is not None:
                 self.pos_3P.pop(slot, None)

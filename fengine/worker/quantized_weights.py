@@ -35,7 +35,6 @@ class Part(NamedTuple):
 
 
 def module_of(source: Source) -> str:
-    """The module whose matrix a source is. Pure."""
     return source.name.removesuffix(".weight")
 
 
@@ -273,7 +272,6 @@ def encoded_by(tensor: Tensor, scheme: Scheme | None, device: torch.device) -> T
 
 
 def whole(part: Tensor | Codes, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The matrix itself. Pure."""
     return part.to(device, dtype) if isinstance(part, Tensor) else dequantized(part.to(device), dtype)
 
 

@@ -25,7 +25,7 @@ from fengine.config import EngineConfig
 from fengine.core.owned import Folder, finalize
 from fengine.core.plain import to_plain
 from fengine.core.request import Request
-from fengine.core.scheduler_output import SchedulerOutput, StepOutput
+from fengine.core.scheduler_output import SchedulerOutput, StepOutput, Watcher
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.parallel.child import NOTHING, SILENCE, Child
 from fengine.engine.stepper import Runner
@@ -42,9 +42,9 @@ from fengine.worker.step_input import StepInput
 ENDED = "; the engine has ended, create a new one"
 
 
-class Ranks:
-    """The other ranks, as rank 0 sees them: it starts them, tells them of every step, watches and ends them. A watcher
-    of the loop's steps, and the runner of its own part of them."""
+class Ranks(Watcher):
+    """The other ranks, as rank 0 sees them: it starts them, tells them of every step, watches and ends them; and the
+    runner of its own part of them."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Starts the processes, which begin to load. Errors: ConfigError."""
@@ -123,7 +123,6 @@ class Ranks:
         return self.group
 
     def attach(self, core: EngineCore) -> None:
-        """Has the loop tell of its steps."""
         self._core = core
         core.stepper.watch(self)
 
@@ -170,10 +169,6 @@ class Ranks:
             encode._replace(image=replace(encode.image, key=cast(Any, ""), arrays={})) for encode in output.encodes
         ]
         self._send(to_plain(replace(output, new_rows=new, encodes=encodes), NOTHING))
-
-    def launched(self, output: SchedulerOutput) -> None: ...
-
-    def landed(self, output: SchedulerOutput) -> None: ...
 
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         """As `Runner.launch`; the result compares the ranks' checksums of steps before. Errors: EngineDeadError."""

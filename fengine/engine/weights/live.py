@@ -34,7 +34,6 @@ class LiveWeights:
         self._told = read_spec(model_dir) if weights and (model_dir / "config.json").exists() else spec
 
     def close(self) -> None:
-        """Drops the parameters."""
         self.params, self.places, self.few_bits = {}, {}, []
 
     def refuse_few_bits(self, what: str) -> None:
@@ -86,7 +85,6 @@ class LiveWeights:
         return place.source.theirs(place.cut.joined(swap(part, self.group), plain.shape))[:rows]
 
     def nbytes(self) -> int:
-        """Bytes that the parameters take. Pure."""
         leaves = {id(tensor): tensor for tensor in self.tensors()}.values()
         return sum(leaf.untyped_storage().nbytes() for leaf in leaves)
 

@@ -69,7 +69,6 @@ class WeightUpdates:
         core.handlers |= {"update_weights": self._replace, "read_weights": self._read}
 
     def close(self) -> None:
-        """Leaves every group."""
         self.groups.close()
         self._session = None
 
