@@ -81,7 +81,7 @@ class Rows:
 
     def check_fits(
         self, request: Request, step_tokens: int, whole_prompts: bool = False, images: ImageRows | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Errors: CapacityError if it could never run. `whole_prompts`: a step computes all of a prompt."""
         if images is not None and (need := images.need(request.images)) > images.capacity:
             raise CapacityError(

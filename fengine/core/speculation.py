@@ -173,9 +173,8 @@ def known_ids(proposal: Sequence[int], most: int, vocab_size: int) -> list[int]:
 
 
 def take_drafts(
-    batch: SchedulerOutput, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float],
-    end: Callable[[Request], None],
-) -> list[Request]:  # fmt: skip
+    batch: SchedulerOutput, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float], end: Callable[[Request], None]
+) -> list[Request]:
     """Takes what was drawn behind the drafts that turned out right, when the first draw of every row is taken. `end`
     ends a request by the draw appended last. Returns the requests that ended. Modifies: rows, the requests."""
     ended, at = [], len(batch.requests)

@@ -68,7 +68,7 @@ class Worker(NamedTuple):
 
 def make_worker(
     config: EngineConfig, loaded: Loaded, features: Features, group: Group | None, kv_bytes: int = 0
-) -> Worker:  # fmt: skip
+) -> Worker:
     """Compiled and warm; a token of the pool takes `kv_bytes` beside its keys and values. Errors: as `build`."""
     spec, page_size = loaded.spec, config.cache.page_size or 16
     refuse_unbuilt_shape(spec, device_of(config), activation_dtype(loaded.params))
@@ -102,7 +102,7 @@ def pool_of(config: EngineConfig, spec: ModelSpec, worker: Worker) -> Callable[[
 
 def make_runner(
     config: EngineConfig, loaded: Loaded, stages: tuple[LogitsStage, ...], slots: int, group: Group | None
-) -> CpuRunner | CudaRunner:  # fmt: skip
+) -> CpuRunner | CudaRunner:
     """What runs steps on the configured device. `slots`: of LoRA adapters."""
     sampler = sample_rows if group is None else ranked_rows(group)
     rows, tokens = config.scheduler.max_running_requests or 1, config.scheduler.max_step_tokens or 1

@@ -49,7 +49,7 @@ FIELDS3 = {
     **FIELDS2,
     **dict.fromkeys(("sliding_window_pattern", "rope_local_base_freq", "use_bidirectional_attention"), READ),
     "_sliding_window_pattern": "what layer_types was made of",
-}  # fmt: skip
+}
 DEFAULTS3 = {**DEFAULTS2, "final_logit_softcapping": None, "attn_logit_softcapping": None}
 NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
@@ -101,9 +101,7 @@ def spec3_from_hf(config: Config) -> ModelSpec:
     return gemma_windows(config, spec, near, 6, both_ways)
 
 
-def gemma_windows(
-    config: Config, spec: ModelSpec, near: Config, interval: int, both_ways: bool = False
-) -> ModelSpec:  # fmt: skip
+def gemma_windows(config: Config, spec: ModelSpec, near: Config, interval: int, both_ways: bool = False) -> ModelSpec:
     """The spec with windows in most layers, which have the rotary embedding `near`. Pure. Errors: ModelLoadError."""
     read, part = ConfigReader(config), ConfigReader({"rope_parameters": near})
     local = rope_spec(part, spec.head_dim, spec.max_position)

@@ -58,8 +58,8 @@ def vector(key: str, name: str, size: int, *above: str | int, norm: bool = False
 
 
 def matrix(
-    key: str, names: list[str], rows: int, columns: int, *above: str | int, bias: bool = True, inner: str = "",
-) -> list[Weight]:  # fmt: skip
+    key: str, names: list[str], rows: int, columns: int, *above: str | int, bias: bool = True, inner: str = ""
+) -> list[Weight]:
     """The joined matrices of linear layers with `rows` outputs each, and their biases under the key "b…". `inner`:
     which side is the inner one of an MLP, "rows" or "columns". Pure."""
     path, side = ("vision", *above), {"rows": 0, "columns": 1}.get(inner)

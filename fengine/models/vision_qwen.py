@@ -23,9 +23,7 @@ from fengine.models.vision_qwen_tower import EPS, THETA, QwenVision, encode
 from fengine.models.weights import Weight
 
 TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
-FIELDS = {
-    **qwen.FIELDS, **WHOLE, **dict.fromkeys(TOKENS, READ), "video_token_id": "of videos, which are not built",
-}  # fmt: skip
+FIELDS = {**qwen.FIELDS, **WHOLE, **dict.fromkeys(TOKENS, READ), "video_token_id": "of videos, which are not built"}
 VISION_FIELDS = {
     **COMMON, **dict.fromkeys(("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "in_chans",
     "patch_size", "spatial_merge_size", "temporal_patch_size", "hidden_act", "out_hidden_size", "rope_parameters",
@@ -172,9 +170,7 @@ def positions(vision: VisionSpec, count: int, spans: Sequence[Any]) -> tuple[np.
 rename = partial(renamed, {"model.visual.": "visual.", "model.language_model.": "model."})
 
 
-def _family(
-    architecture: str, model_type: str, text: dict[str, Any], third: bool, defaults: Config
-) -> QwenFamily:  # fmt: skip
+def _family(architecture: str, model_type: str, text: dict[str, Any], third: bool, defaults: Config) -> QwenFamily:
     return QwenFamily(
         architecture, model_type, FIELDS, VISION_FIELDS, partial(read, third=third), partial(weights, third=third),
         Vision(partial(encode, third=third), pieces, positions), rename, text, vision_defaults=defaults,

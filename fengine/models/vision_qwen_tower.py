@@ -119,7 +119,7 @@ def sum_and_norm(delta_ID: Tensor, x_ID: Tensor, norm_D: Tensor, third: bool) ->
 
 def block(
     layer: Params, vision: QwenVision, normed_ID: Tensor, x_ID: Tensor, rope_IK: Tensor, at: Layout, third: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """x += attention(norm(x));  x += mlp(norm(x)), as (what is still to be added, x). Pure."""
     qkv_IC = project(normed_ID, layer, "qkv")
     o_IHK = patch_attention.patch_attention(qkv_IC, rope_IK, *at, vision.num_heads)

@@ -47,7 +47,7 @@ def square(read: ConfigReader, token: int, merge: int = 1, **facts: Any) -> Visi
 
 def weights(
     vision: VisionSpec, clip: bool = False, last_norm: bool = True, intern: bool = False, qkv_bias: bool = True
-) -> list[Weight]:  # fmt: skip
+) -> list[Weight]:
     """SigLIP's, unless `clip` or `intern`. Pure."""
     width, prefix, found = vision.width, "vision.embeddings", list[Weight]()
     rows, ones = (vision.image_size // vision.patch) ** 2 + (clip or intern), (1,) * intern

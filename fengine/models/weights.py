@@ -183,7 +183,7 @@ def prenorm_layer(
 
 def sandwich_layer(
     spec: ModelSpec, layer: LayerWeights, names: tuple[str, str, str], fused_mlp: bool = False
-) -> list[Weight]:  # fmt: skip
+) -> list[Weight]:
     """Norms before and behind attention and gated MLP; of those behind the first there are three names. Pure."""
     behind, before_mlp, behind_mlp = names
     return [

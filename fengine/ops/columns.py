@@ -80,7 +80,7 @@ def over_all(leaf: Leaf, x_TC: Tensor, run: Callable[[Tensor], Tensor]) -> Tenso
 
 def product(
     make: Callable[[Tensor], Tensor], x_TX: Tensor, w: "Columns", bias_N: Tensor | None, adapters: Any, exact: bool
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`linear` of make(x), which computes each row by itself: many rows in chunks, whose exchange is hidden. Pure."""
     if adapters is None and (dock := w.dock(x_TX)) is not None:
         return copy_engines.product(

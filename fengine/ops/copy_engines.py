@@ -138,9 +138,7 @@ def keep(dock: Dock, part_TN: Tensor, to_TN: Tensor) -> Any:
 
 def await_chunk(dock: Dock, chunk: int) -> None:
     size = len(dock.addresses)
-    launcher(arrived_kernel, (1,))(
-        dock.use, dock.peer_P, dock.stop, dock.rank, (1 + chunk) * size, size, num_warps=1
-    )  # fmt: skip
+    launcher(arrived_kernel, (1,))(dock.use, dock.peer_P, dock.stop, dock.rank, (1 + chunk) * size, size, num_warps=1)
 
 
 def fill(to_TN: Tensor, from_TN: Tensor) -> None:

@@ -82,9 +82,8 @@ def launch(x_TK: Tensor, group: int) -> Pair:
 
 
 _op = register(
-    "e4m3_rows(Tensor x, int group) -> (Tensor, Tensor)", launch, on_cpu,
-    lambda x, group: fake(x, x.shape[1], group),
-)  # fmt: skip
+    "e4m3_rows(Tensor x, int group) -> (Tensor, Tensor)", launch, on_cpu, lambda x, group: fake(x, x.shape[1], group)
+)
 
 
 def rows(x_TK: Tensor, group: int) -> Rows:

@@ -104,9 +104,8 @@ def add_launch(
 
 
 def e4m3_launch(
-    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, shift: float, post_D: Tensor | None,
-    group: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, shift: float, post_D: Tensor | None, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, sum), in one kernel where that was proved equal."""
     if not _is_proved(delta_TD, residual_TD, weight_D, eps, shift, post_D, group):
         normed_TD, sum_TD = add_launch(delta_TD, residual_TD, weight_D, eps, shift, post_D)

@@ -215,8 +215,7 @@ def run(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dt
     return y_TN
 
 
-def is_proved(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None,
-              s: Decoding) -> bool:  # fmt: skip
+def is_proved(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Decoding) -> bool:
     """Whether `s` gives the bits of the decoded matrix under linear.py's reference; compared once for these sizes."""
     m, k = x_TK.shape
 

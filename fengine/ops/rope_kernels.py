@@ -203,9 +203,7 @@ def choose(x_TD: Tensor, w_CD: Tensor, bias_C: Tensor | None, k_PSGK: Tensor, nu
     return s if proved(x_TD.device, key, lambda: _compare(x_TD, w_CD, bias_C, k_PSGK, num_heads, s)) else None
 
 
-def _compare(
-    x_TD: Tensor, w_CD: Tensor, bias_C: Tensor | None, k_PSGK: Tensor, num_heads: int, s: Schedule
-) -> bool:  # fmt: skip
+def _compare(x_TD: Tensor, w_CD: Tensor, bias_C: Tensor | None, k_PSGK: Tensor, num_heads: int, s: Schedule) -> bool:
     """Random rows, several times, by the one kernel and by the two ops."""
     m, hidden = x_TD.shape
     size, groups, width = k_PSGK.shape[1:]

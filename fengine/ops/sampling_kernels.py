@@ -258,7 +258,7 @@ def launch(
     launcher(block_kernel, grid)(z, t, k, p, m, seed_R, pos_R, *best, vocab, blocks, BLOCK, **options)
     launcher(level_kernel, grid)(
         z, t, k, p, m, max_RB, sum_RB, level_RLB, vocab, blocks, padded, LEVELS, BLOCK, **options
-    )  # fmt: skip
+    )
     launcher(candidate_kernel, grid)(
         z, t, k, p, m, max_RB, sum_RB, level_RLB, count_R, candidate_RC, vocab, blocks, padded, LEVELS, MOST, BLOCK,
         **options

@@ -87,8 +87,8 @@ class DraftModel:
     """Proposes by a second model. For the loop's thread. Modifies: its KV state, and `Drafting.memo`, a `Memo`."""
 
     def __init__(
-        self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, cost: Cost, rows: int, graphs: bool,
-    ) -> None:  # fmt: skip
+        self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, cost: Cost, rows: int, graphs: bool
+    ) -> None:
         """`most` guesses for each of at most `rows` rows. Errors: ConfigError."""
         self.head, self.spec, self.kv_dtype, self.page_size = head, head.spec, kv_dtype, page_size
         self.most, self.cost, self.rows, self.graphs = most, cost, rows, graphs

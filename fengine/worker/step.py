@@ -88,9 +88,8 @@ def sample_rows(
 
 
 def step(
-    params: Params, spec: ModelSpec, kv: KVState, batch: Tensors, tensors: Tensors,
-    stages: Sequence[LogitsStage] = (),
-) -> tuple[KVState, Sampled]:  # fmt: skip
+    params: Params, spec: ModelSpec, kv: KVState, batch: Tensors, tensors: Tensors, stages: Sequence[LogitsStage] = ()
+) -> tuple[KVState, Sampled]:
     """Both in one, on tokens that are known: every token of `batch` through the model, and one drawn per row. Modifies:
     the storage of `kv`, which is dead after the call; the returned state is the only live one."""
     model = lookup(spec.architecture)

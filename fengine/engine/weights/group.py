@@ -53,7 +53,7 @@ class UpdateGroup(NamedTuple):
 
 def check_arguments(
     address: Any, port: Any, rank: Any, world_size: Any, name: Any, backend: Any, device: str, timeout: Any
-) -> None:  # fmt: skip
+) -> None:
     """Errors: InvalidRequestError, UnsupportedFeatureError."""
     if backend not in tuple(BACKENDS):
         raise UnsupportedFeatureError(f"backend {backend!r} is not supported; use {' or '.join(BACKENDS)}.")

@@ -230,7 +230,7 @@ def settle_head(spec: ModelSpec, changes: list[Change], live: Callable[[], Tenso
 
 def read_directory(
     directory: Path, told: ModelSpec, spec: ModelSpec, names: Collection[str]
-) -> list[tuple[str, Tensor]]:  # fmt: skip
+) -> list[tuple[str, Tensor]]:
     """All tensors of a checkpoint of the model that runs, `names` among them, in CPU memory. `told` is what the running
     model's own config.json said; the directory's must say the same. Errors: ModelLoadError and its kinds; a file that
     changes meanwhile is one."""

@@ -239,9 +239,7 @@ class WeightUpdates:
         with self.ranks.told("read_weights", name=tensor, rows=None):
             return self.live.read(tensor, rows)
 
-    def _replace(
-        self, attached: tuple[list[Change], Origin | None], names: Sequence[str], version: str | None
-    ) -> int:  # fmt: skip
+    def _replace(self, attached: tuple[list[Change], Origin | None], names: Sequence[str], version: str | None) -> int:
         """Forgets what the old weights computed, then writes. Returns how many requests go on with the new. Errors:
         MemoryReleasedError."""
         changes, origin = attached
