@@ -4,7 +4,7 @@ with experts that renormalise, each kind of which is one tensor of the checkpoin
 from dataclasses import replace
 
 from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ
+from fengine.models.fields import DECODER, OTHERS, READ
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
 from fengine.models.reader import LEAST, MOST, ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec
@@ -27,11 +27,12 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 def moe_spec(config: Config) -> ModelSpec:
-    return with_experts(ConfigReader(config), spec_from_hf(config), "intermediate_size", renormalise=True)
+    spec = spec_from_hf({**config, "mlp_bias": False})
+    return with_experts(ConfigReader(config), spec, "intermediate_size", renormalise=True)
 
 
 FAMILY = Family("GraniteForCausalLM", "granite", FIELDS, spec_from_hf)
 MOE = Family(
-    "GraniteMoeForCausalLM", "granitemoe", {**FIELDS, **EXPERT_FIELDS}, moe_spec,
+    "GraniteMoeForCausalLM", "granitemoe", {**FIELDS, **EXPERT_FIELDS, "mlp_bias": OTHERS}, moe_spec,
     leaves=moe_layer(expert_stacks(*NAMES)),
 )  # fmt: skip

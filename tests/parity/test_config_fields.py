@@ -191,6 +191,16 @@ def test_what_transformers_5_0_wrote_beside_changes_nothing(family: str, field: 
     assert spec_from_config(config | more) == spec_from_config(config)
 
 
+def test_experts_of_granite_have_no_biases() -> None:
+    """What its relative without experts reads, transformers does not look at here."""
+    config_class, model_class = tiny_checkpoints.CLASSES["granitemoe"]
+    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict() | {
+        "architectures": [model_class.__name__]
+    }
+    assert "mlp_bias" not in config
+    assert spec_from_config(config | {"mlp_bias": True}) == spec_from_config(config)
+
+
 TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {"rope_parameters": None, "rope_theta": 300.0}),
     ("qwen2_moe", {"layer_types": None, "max_window_layers": 3, "use_sliding_window": True, "sliding_window": 6}),
