@@ -1,5 +1,6 @@
 """A configuration's model, read into memory: its spec, parameters, tokenizer, and what its files say beside these."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from fengine.worker.hub import resolve_model
 from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.pooling import Pooling, read_pooling
 from fengine.worker.safetensors_file import read_config
+
+logger = logging.getLogger("fengine")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ def load(
         tokenizer = make_tokenizer(folder)
     generation = read_generation_config(model_dir, model.json_overrides)
     eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
+    behind = sorted(token for token in eos_ids if token >= spec.vocab_size)
+    if behind and spec.generates and not (group and group.rank):  # as a config class of transformers has by default
+        logger.warning("eos_token_id has %s, behind the vocabulary of %d: they end no text", behind, spec.vocab_size)
     read = time.perf_counter()
     # Before the weights are read: their files may change meanwhile.
     origin = None if model.load_format is LoadFormat.dummy else Origin.of(model_dir)

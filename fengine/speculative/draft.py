@@ -10,6 +10,7 @@ them; a request whose guesses do not pay rests, and runs as any other.
 Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, takewhile
@@ -36,6 +37,7 @@ from fengine.worker.logits.penalties import Penalties
 from fengine.worker.logits.structured import cursor_of
 from fengine.worker.step_input import StepInput
 
+logger = logging.getLogger("fengine")
 CATCH_UP = 4096  # tokens computed in one go: long prompts must not hold up the loop, nor take its memory
 
 
@@ -94,6 +96,7 @@ class DraftModel:
         self.most, self.cost, self.rows, self.graphs = most, cost, rows, graphs
         self.hope = Pace(most, cost).gain
         self.chained: Chained | None = None  # whose guesses are not known yet
+        self.broken = False  # it was told that logits are not finite
         self.scouts: list[Pace] = []  # of the rows that were tried for others
         self.pages: int  # of the target; behind them lie those of row slots
         self.chain: Chain
@@ -180,7 +183,12 @@ class DraftModel:
         found_RK = guesses().tolist()
         for (ask, memo, seen), found in zip(rows, found_RK, strict=True):
             memo.guesses = list(takewhile(lambda token: token >= 0, found)) if seen else []
-            if seen and not memo.guesses:  # its numbers are not finite
+            if seen and not memo.guesses:
+                if not self.broken:
+                    logger.warning(
+                        "speculation.draft: its logits are not finite, so it guesses nothing; see its weights"
+                    )
+                self.broken = True
                 memo.pace.stop()
                 memo.tell(ask)
         return {ask.request: found for (ask, _, _), found in zip(rows, found_RK, strict=True)}

@@ -17,6 +17,7 @@ from fengine.api.features import FEATURES
 from fengine.config import CacheConfig, EngineConfig, Hardware, LoadFormat, ModelConfig, SchedulerConfig, resolve
 from fengine.core.owned import Folder
 from fengine.engine.build import build
+from fengine.engine.load import load
 from fengine.engine.parts import compile_count
 from fengine.errors import (
     ConfigError,
@@ -244,6 +245,20 @@ def test_memory_that_ends_while_an_engine_is_made_is_one_error(tmp_path: Path) -
     """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert told.stdout.split("\n")[:-1] == ["1 True", "9 True", "20 True", "40 True"], told.stderr
+
+
+@pytest.mark.parametrize(("where", "embeds"), [("config", False), ("generation_config", False), ("config", True)])
+def test_an_eos_that_no_model_can_draw_is_told(
+    tmp_path: Path, where: str, embeds: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers' config classes have one by default, however small the vocabulary is made; vectors have no end."""
+    ends, shape = {"eos_token_id": [63, 64, 255001]}, SHAPE | {"hidden_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / f"{where}.json").write_text(json.dumps(ends | (shape if where == "config" else {})))
+    model = ModelConfig(str(tmp_path), skip_tokenizer_init=True, load_format=LoadFormat.dummy, is_embedding=embeds)
+    loaded = load(EngineConfig(model=model), FEATURES.tokenizer)
+    assert loaded.eos_ids == {63, 64, 255001}
+    assert ("[64, 255001], behind the vocabulary of 64" in caplog.text) == (not embeds)
 
 
 def test_no_temporary_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
