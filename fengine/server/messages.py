@@ -23,7 +23,9 @@ FIELDS: Fields = {
     "top_k": loose("As in chats.", "integer"),
     "tools": array("Functions that the model may call."),
     "tool_choice": record("type: auto, any, tool (with its name), or none; disable_parallel_tool_use."),
-    "thinking": record("type: enabled, adaptive or disabled; where the template knows a switch for it."),
+    "thinking": record(
+        "type: enabled, adaptive or disabled; where the template knows a switch for it. budget_tokens limits nothing."
+    ),
     "chat_template_kwargs": loose("Variables of the chat template.", "object"),
 }
 COUNTED: Fields = {name: FIELDS[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
