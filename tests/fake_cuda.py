@@ -84,6 +84,7 @@ class Graph:
         Graph.begun -= 1
         for whole, old in self.recorder.before.values():
             whole.copy_(old)
+        self.recorder.before.clear()  # else every graph keeps a copy of the KV pool
         self._spoil()
 
     def replay(self) -> None:
@@ -186,7 +187,6 @@ def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
 def use_draft_graphs(parts: Parts, monkeypatch: Any) -> Graphs:
     """Has a draft model that was made for the CPU go on with graphs; `use_graphs` has been called."""
     monkeypatch.setattr("fengine.speculative.chain.torch", Torch())
-    monkeypatch.setattr("fengine.speculative.chain.HELD", (48, 64))  # here every graph has a memory of its own
     stepper = parts.core.stepper
     speculation: Any = stepper.scheduler.speculation
     speculation.propose.graphs = True

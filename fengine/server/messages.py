@@ -24,7 +24,7 @@ FIELDS: Fields = {
     "tools": array("Functions that the model may call."),
     "tool_choice": record("type: auto, any, tool (with its name), or none; disable_parallel_tool_use."),
     "thinking": record(
-        "type: enabled, adaptive or disabled; where the template knows a switch for it. budget_tokens limits nothing."
+        "type: enabled, adaptive or disabled, if the template has a switch; budget_tokens limits nothing."
     ),
     "chat_template_kwargs": loose("Variables of the chat template.", "object"),
 }

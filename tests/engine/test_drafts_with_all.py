@@ -23,14 +23,8 @@ from fengine.worker.hub import resolve_model
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
           "required": ["name", "age"]}  # fmt: skip
 STORY = "Once upon a time"
-BOX: dict[str, Any] = {
-    "model_path": "box",
-    "enable_torch_compile": False,
-    "max_running_requests": 8,
-    "page_size": 8,
-    "chunked_prefill_size": 128,
-    "max_total_tokens": 4096,
-}
+BOX: dict[str, Any] = {"model_path": "box", "enable_torch_compile": False, "max_running_requests": 8, "page_size": 8,
+                       "chunked_prefill_size": 128}  # fmt: skip
 SELF: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "box",
                         "speculative_num_steps": 4, "speculative_adaptive": False}  # fmt: skip
 WORK: dict[str, dict[str, Any]] = {
