@@ -128,12 +128,8 @@ def ready(
     least: Callable[[int], int] = int, kv_bytes: int = 0,
 ) -> tuple[PoolSize, KVState, float]:  # fmt: skip
     """Compiles and captures, and makes the KV pool: its size, itself, and the seconds for it. Errors: as `build`."""
-    rows, page_size, device = (
-        config.scheduler.max_running_requests or 1,
-        config.cache.page_size or 16,
-        device_of(config),
-    )
-    spec, activations = loaded.spec.part(config.parallel.tp_size), 0
+    rows, page_size = config.scheduler.max_running_requests or 1, config.cache.page_size or 16
+    spec, device, activations = loaded.spec.part(config.parallel.tp_size), device_of(config), 0
     with _faults_of_start(config):
         if isinstance(runner, CudaRunner):
             small = init_kv(spec, 1, page_size, kv_dtype, device)

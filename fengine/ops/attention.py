@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fengine.ops import kv_fp8
 from fengine.ops.attention_launch import CAUSAL, Bounds, launch
-from fengine.ops.cpu import contiguous, maybe, schedule
+from fengine.ops.cpu import contiguous, integers, maybe, schedule
 from fengine.ops.registration import register, wide
 
 
@@ -79,10 +79,10 @@ def on_cpu(
     stored = torch.uint8 if few else torch.float32
     q, k_pages = contiguous(q, "attention's q"), contiguous(k_pages, "k pages", stored)
     v_pages = contiguous(v_pages, "v pages", stored)
-    q_start, kv_len = contiguous(q_start, "q_start", torch.int32), contiguous(kv_len, "kv_len", torch.int32)
-    page_table = contiguous(page_table, "page_table", torch.int32)
+    q_start, kv_len = integers(q_start, "q_start"), integers(kv_len, "kv_len")
+    page_table = integers(page_table, "page_table")
     sinks, sinks_at, _ = maybe(contiguous, sinks, "attention's sinks")
-    last = None if last is None else contiguous(last, "attention's last", torch.int32)
+    last = None if last is None else integers(last, "attention's last")
     (tokens, heads, width), (rows, table_width) = q.shape, page_table.shape
     o = torch.empty_like(q)
     # The kernel knows how many keys there are, so it picks the threads; here only a bound on short calls is needed.

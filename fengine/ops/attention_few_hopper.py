@@ -17,17 +17,7 @@ from fengine.ops.attention_hopper import halved
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_merge_hopper import merge, merge_stored, store_rows
 from fengine.ops.kv_fp8_decode import layouts
-from fengine.ops.registration import (
-    TensorDescriptor,
-    async_copy,
-    begin,
-    dependent_launch,
-    gl,
-    gluon,
-    is_hopper,
-    mma_v2,
-    wait,
-)
+from fengine.ops.registration import async_copy, begin, dependent_launch, gl, gluon, mma_v2, runs_gluon, wait
 
 PIECE = gl.constexpr(64)  # keys of one page that are copied together
 
@@ -35,8 +25,7 @@ PIECE = gl.constexpr(64)  # keys of one page that are copied together
 def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
     """Whether the kernel is written for these types and shapes and this device."""
     return (
-        TensorDescriptor is not None
-        and is_hopper(q_THK.device)
+        runs_gluon(q_THK.device)
         and q_THK.dtype in (torch.bfloat16, torch.float16)
         and k_PSGK.dtype == q_THK.dtype
         and q_THK.shape[2] in (64, 128, 256)

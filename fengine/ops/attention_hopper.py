@@ -7,11 +7,7 @@ scores of the next chunk, or tile, while a chunk is merged. The same reduction t
 attention.py. After FlashAttention-3 (arXiv 2407.08608).
 
 Scores of 64 rows and 64 keys take as long to multiply as their operands take out of shared memory: where registers have
-room, at width 64, the queries are there and a product takes 128 keys.
-
-Gluon, the language of this kernel, comes with Triton and is experimental: where it is missing or has changed, `usable`
-says no or the launch raises, and the Triton kernel computes.
-"""
+room, at width 64, the queries are there and a product takes 128 keys."""
 # pyright: reportInvalidTypeForm=false
 
 import torch
@@ -21,15 +17,14 @@ from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_tiles import copy_items, find_item, table_kernel
 from fengine.ops.registration import (
-    TensorDescriptor,
     barriers,
     describe,
     fence_async_shared,
     gl,
     gluon,
-    is_hopper,
     mbarrier,
     multiprocessors,
+    runs_gluon,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -43,8 +38,7 @@ def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
     """Whether the kernel is written for these types and shapes and this device."""
     width, size = q_THK.shape[2], k_PSGK.shape[1]
     return (
-        TensorDescriptor is not None
-        and is_hopper(q_THK.device)
+        runs_gluon(q_THK.device)
         and q_THK.dtype in (torch.bfloat16, torch.float16)
         and k_PSGK.dtype in (q_THK.dtype, torch.uint8)  # codes are decoded beforehand
         and width in (64, 128)

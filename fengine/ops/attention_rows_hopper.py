@@ -18,17 +18,7 @@ from fengine.ops.attention_hopper import halved
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_merge_hopper import merge, merge_stored, store_rows
 from fengine.ops.kv_fp8_decode import keys_of, layouts, permuted, power, values_of
-from fengine.ops.registration import (
-    TensorDescriptor,
-    async_copy,
-    begin,
-    dependent_launch,
-    gl,
-    gluon,
-    is_hopper,
-    mma_v2,
-    wait,
-)
+from fengine.ops.registration import async_copy, begin, dependent_launch, gl, gluon, mma_v2, runs_gluon, wait
 
 REGISTERS = 512  # of a thread, over warps: four programs share a multiprocessor
 
@@ -36,8 +26,7 @@ REGISTERS = 512  # of a thread, over warps: four programs share a multiprocessor
 def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
     """Whether the kernel is written for these types and shapes and this device."""
     return (
-        TensorDescriptor is not None
-        and is_hopper(q_THK.device)
+        runs_gluon(q_THK.device)
         and kv_fp8.is_few(k_PSGK)
         and q_THK.dtype == torch.bfloat16
         and q_THK.shape[2] == 128

@@ -15,16 +15,15 @@ from fengine.ops.attention_hopper import clear_unowned, halved, hide, weights_of
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_tiles import table_kernel
 from fengine.ops.registration import (
-    TensorDescriptor,
     async_load,
     barriers,
     describe,
     fence_async_shared,
     gl,
     gluon,
-    is_hopper,
     mbarrier,
     multiprocessors,
+    runs_gluon,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -39,8 +38,7 @@ def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
     """Whether the kernel is written for these types and shapes and this device."""
     width, size = q_THK.shape[2], k_PSGK.shape[1]
     return (
-        TensorDescriptor is not None
-        and is_hopper(q_THK.device)
+        runs_gluon(q_THK.device)
         and q_THK.dtype in (torch.bfloat16, torch.float16)
         and k_PSGK.dtype == q_THK.dtype
         and FIRST < width <= 96

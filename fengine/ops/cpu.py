@@ -105,6 +105,9 @@ def contiguous(x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tens
     return x if x.is_contiguous() else x.contiguous()
 
 
+integers = partial(contiguous, dtype=torch.int32)
+
+
 def readable(w: Tensor, name: str) -> Tensor:
     """A weight, contiguous. Errors: UnsupportedFeatureError for a dtype that kernels do not widen."""
     if w.dtype not in KIND:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.cpu import contiguous, schedule
+from fengine.ops.cpu import contiguous, integers, schedule
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait
 
 BLOCK = 1024
@@ -73,8 +73,8 @@ def hand_on_launch(token_R: Tensor, logprob_R: Tensor, last_token_R: Tensor, out
 
 
 def feed_on_cpu(token: Tensor, last_token: Tensor, index: Tensor, from_: Tensor) -> Tensor:
-    token, last_token = contiguous(token, "token", torch.int32), contiguous(last_token, "last_token", torch.int32)
-    index, from_ = contiguous(index, "index", torch.int32), contiguous(from_, "from_", torch.bool)
+    token, last_token = integers(token, "token"), integers(last_token, "last_token")
+    index, from_ = integers(index, "index"), contiguous(from_, "from_", torch.bool)
     out, tokens = torch.empty_like(token), token.shape[0]
     schedule(tokens)[0].fengine_feed(
         token.data_ptr(), last_token.data_ptr(), index.data_ptr(), from_.data_ptr(), out.data_ptr(), tokens
@@ -83,7 +83,7 @@ def feed_on_cpu(token: Tensor, last_token: Tensor, index: Tensor, from_: Tensor)
 
 
 def take_on_cpu(x: Tensor, index: Tensor) -> Tensor:
-    x, index = contiguous(x, "take's x"), contiguous(index, "index", torch.int32)
+    x, index = contiguous(x, "take's x"), integers(index, "index")
     rows, d = index.shape[0], x.shape[1]
     out = x.new_empty((rows, d))
     schedule(rows * d)[0].fengine_take(x.data_ptr(), index.data_ptr(), out.data_ptr(), rows, d)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops.ahead import launcher
-from fengine.ops.cpu import contiguous, schedule
+from fengine.ops.cpu import contiguous, integers, schedule
 from fengine.ops.registration import register, tl, triton
 
 BAN = 1e30  # times or over any temperature of [1e-6, 1e20] it is finite and exp(-z) is 0
@@ -170,11 +170,9 @@ def on_cpu(
     logits: Tensor, slot: Tensor, frequency: Tensor, presence: Tensor, repetition: Tensor, count: Tensor
 ) -> None:
     logits, (rows, vocab) = editable(logits), logits.shape
-    slot, count = contiguous(slot, "slot", torch.int32), contiguous(count, "count", torch.int32)
-    frequency, presence = (
-        contiguous(frequency, "frequency", torch.float64),
-        contiguous(presence, "presence", torch.float64),
-    )
+    slot, count = integers(slot, "slot"), integers(count, "count")
+    frequency = contiguous(frequency, "frequency", torch.float64)
+    presence = contiguous(presence, "presence", torch.float64)
     repetition = contiguous(repetition, "repetition")
     schedule(rows * vocab // 4)[0].fengine_penalize(
         logits.data_ptr(), slot.data_ptr(), frequency.data_ptr(), presence.data_ptr(), repetition.data_ptr(),
@@ -184,11 +182,7 @@ def on_cpu(
 
 def add_on_cpu(logits: Tensor, slot: Tensor, id: Tensor, value: Tensor) -> None:
     logits, (rows, vocab) = editable(logits), logits.shape
-    slot, id, value = (
-        contiguous(slot, "slot", torch.int32),
-        contiguous(id, "id", torch.int32),
-        contiguous(value, "value"),
-    )
+    slot, id, value = integers(slot, "slot"), integers(id, "id"), contiguous(value, "value")
     schedule(rows * id.shape[1])[0].fengine_add_at(
         logits.data_ptr(), slot.data_ptr(), id.data_ptr(), value.data_ptr(), rows, vocab, id.shape[1], 1e30
     )
@@ -197,14 +191,14 @@ def add_on_cpu(logits: Tensor, slot: Tensor, id: Tensor, value: Tensor) -> None:
 def count_on_cpu(count: Tensor, slot: Tensor, token: Tensor) -> None:
     if count.dtype != torch.int32 or not count.is_contiguous():
         raise UnsupportedFeatureError(f"counts are {count.dtype}; they must be contiguous int32")
-    slot, token = contiguous(slot, "slot", torch.int32), contiguous(token, "token", torch.int32)
+    slot, token = integers(slot, "slot"), integers(token, "token")
     schedule(slot.shape[0])[0].fengine_count(
         count.data_ptr(), slot.data_ptr(), token.data_ptr(), slot.shape[0], count.shape[1]
     )
 
 
 def mask_on_cpu(logits: Tensor, row: Tensor, mask: Tensor) -> None:
-    logits, row, mask = editable(logits), contiguous(row, "row", torch.int32), contiguous(mask, "mask", torch.int32)
+    logits, row, mask = editable(logits), integers(row, "row"), integers(mask, "mask")
     library, _ = schedule(row.shape[0] * logits.shape[1] // 4)
     library.fengine_apply_bitmask(
         logits.data_ptr(), row.data_ptr(), mask.data_ptr(), row.shape[0], logits.shape[1], BAN

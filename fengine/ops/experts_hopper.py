@@ -13,7 +13,6 @@ from torch import Tensor
 from fengine.ops.ahead import launcher
 from fengine.ops.linear_hopper import experts_product
 from fengine.ops.registration import (
-    TensorDescriptor,
     async_copy,
     async_load,
     async_store,
@@ -22,9 +21,9 @@ from fengine.ops.registration import (
     fence_async_shared,
     gl,
     gluon,
-    is_hopper,
     mbarrier,
     multiprocessors,
+    runs_gluon,
     store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -37,8 +36,7 @@ BK = 64  # columns of x and w in one piece: 128 bytes
 def usable(x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> bool:
     """Whether the kernel is written for these types and shapes and this device."""
     return (
-        TensorDescriptor is not None
-        and is_hopper(x_TD.device)
+        runs_gluon(x_TD.device)
         and x_TD.dtype in (torch.bfloat16, torch.float16)
         and x_TD.shape[1] % 16 == 0
         and down_EDF.shape[2] % 8 == 0

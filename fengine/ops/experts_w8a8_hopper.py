@@ -15,7 +15,6 @@ from fengine.ops.fp8_kernels import store_e4m3
 from fengine.ops.linear_hopper import experts_product
 from fengine.ops.registration import (
     EARLY,
-    TensorDescriptor,
     async_load,
     barriers,
     begin,
@@ -26,9 +25,9 @@ from fengine.ops.registration import (
     gdc_wait,
     gl,
     gluon,
-    is_hopper,
     mbarrier,
     multiprocessors,
+    runs_gluon,
     tl,
     triton,
     wait,
@@ -39,7 +38,7 @@ from fengine.ops.w8a8_hopper import OUTPUTS, STEP, Tiles, begun
 
 def usable(w_ENK: Tensor, step: int) -> bool:
     """Whether the kernel is written for these shapes and this device."""
-    return TensorDescriptor is not None and is_hopper(w_ENK.device) and step == STEP and w_ENK.shape[2] % 16 == 0
+    return runs_gluon(w_ENK.device) and step == STEP and w_ENK.shape[2] % 16 == 0
 
 
 def launch(q_XK: Tensor, x_scale: Tensor, w_ENK: Tensor, scale: Tensor, bias: Tensor | None, y: Tensor, s: Tiles,

@@ -14,8 +14,6 @@ what a kv head needs lies together.
 import torch
 from torch import Tensor
 
-LARGEST = 448.0  # of e4m3
-
 
 def is_few(pages_PSGK: Tensor) -> bool:
     """Whether pages hold codes. Pure."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fengine.ops.ahead import launcher
 from fengine.ops.registration import (
-    TensorDescriptor,
     async_load,
     async_store,
     barriers,
@@ -19,9 +18,9 @@ from fengine.ops.registration import (
     fence_async_shared,
     gl,
     gluon,
-    is_hopper,
     mbarrier,
     multiprocessors,
+    runs_gluon,
     store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -33,8 +32,7 @@ BK = 64  # columns of x and w in one piece: 128 bytes
 def usable(x_TK: Tensor, w_NK: Tensor) -> bool:
     """Whether the kernel is written for these types and shapes and this device."""
     return (
-        TensorDescriptor is not None
-        and is_hopper(x_TK.device)
+        runs_gluon(x_TK.device)
         and x_TK.dtype in (torch.bfloat16, torch.float16)
         and w_NK.dtype == x_TK.dtype
         and x_TK.shape[1] % 8 == 0

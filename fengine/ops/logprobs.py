@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.cpu import contiguous, schedule
+from fengine.ops.cpu import contiguous, integers, schedule
 from fengine.ops.edit_logits import BAN
 from fengine.ops.registration import dependent_launch, plain, register, tl, triton
 from fengine.ops.sampling_kernels import BLOCK, block_kernel, join
@@ -64,7 +64,7 @@ def launch(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
 
 def on_cpu(logits: Tensor, temperature: Tensor, id: Tensor) -> Tensor:
     logits, temperature = contiguous(logits, "logits"), contiguous(temperature, "temperature")
-    id = contiguous(id, "id", torch.int32)
+    id = integers(id, "id")
     (rows, vocab), count = logits.shape, id.shape[1]
     out = logits.new_empty((rows, count))
     library, threads = schedule(16 * rows * vocab)

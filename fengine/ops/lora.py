@@ -29,7 +29,7 @@ from torch import Tensor
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops import linear
 from fengine.ops.ahead import launcher
-from fengine.ops.cpu import contiguous, schedule
+from fengine.ops.cpu import contiguous, integers, schedule
 from fengine.ops.linear import Dense, Leaf
 from fengine.ops.lora_kernels import expand_kernel, shrink_kernel
 from fengine.ops.proof import proved
@@ -199,7 +199,7 @@ def add_on_cpu(
     token: Tensor, start: Tensor,
 ) -> None:  # fmt: skip
     a, b, x, n = a.transpose(2, 3), b.transpose(1, 2), contiguous(x, "lora_add's x"), y.shape[1]
-    token, start = contiguous(token, "token", torch.int32), contiguous(start, "start", torch.int32)
+    token, start = integers(token, "token"), integers(start, "start")
     if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (a[0], b[0], y)):
         raise UnsupportedFeatureError("on the CPU A, B and y of lora_add must be float32, and lie as Stack says")
     _, parts, k, ranks = a.shape

@@ -22,7 +22,6 @@ from fengine.ops.fragments_decode import decoded, scales_of
 from fengine.ops.linear_hopper import experts_product
 from fengine.ops.registration import (
     EARLY,
-    TensorDescriptor,
     barriers,
     dependent_launch,
     describe,
@@ -31,10 +30,10 @@ from fengine.ops.registration import (
     gdc_wait,
     gl,
     gluon,
-    is_hopper,
     mbarrier,
     mma_v2,
     multiprocessors,
+    runs_gluon,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -70,7 +69,7 @@ class Lists(NamedTuple):
 
 def serves(device: torch.device) -> bool:
     """Whether the kernel is written for this device."""
-    return TensorDescriptor is not None and is_hopper(device)
+    return runs_gluon(device)
 
 
 def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, s: Tiles, lists: Lists | None = None,

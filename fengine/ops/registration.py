@@ -2,7 +2,7 @@
 
 Triton exists on Linux only. Where it is missing, `jit` leaves a kernel as a plain function that nobody calls: every op
 still imports, and runs on the CPU. Gluon, the language of the kernels for NVIDIA Hopper, comes with Triton and is
-experimental: where it is missing or has changed, TensorDescriptor is None, and each op's `usable` says no."""
+experimental: where it is missing or has changed, TensorDescriptor is None, and `runs_gluon` says no."""
 # pyright: reportInvalidTypeForm=false
 
 from collections.abc import Callable
@@ -153,6 +153,11 @@ def multiprocessors(device: int) -> int:
 
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def runs_gluon(device: torch.device) -> bool:
+    """Whether the kernels for NVIDIA Hopper run on this device, with this Triton."""
+    return TensorDescriptor is not None and is_hopper(device)
 
 
 def row_warps(block: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops import e4m3
-from fengine.ops.cpu import KIND, contiguous, maybe, readable, schedule
+from fengine.ops.cpu import KIND, contiguous, integers, maybe, readable, schedule
 from fengine.ops.norm_kernels import Pair, add_launch, e4m3_launch, launch, rows_launch
 from fengine.ops.registration import register, wide
 
@@ -78,7 +78,7 @@ def e4m3_on_cpu(
 
 def rows_on_cpu(packed: Tensor, index: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Pair:
     packed, weight = readable(packed, "the embeddings"), readable(weight, "rms_norm's weight")
-    index = contiguous(index, "index", torch.int32)
+    index = integers(index, "index")
     count, d = index.shape[0], packed.shape[1]
     y, rows = weight.new_empty((count, d), dtype=torch.float32), weight.new_empty((count, d), dtype=torch.float32)
     library, threads = schedule(16 * count * d)

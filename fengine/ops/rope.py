@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops import kv_fp8, linear, rms_norm
-from fengine.ops.cpu import contiguous, maybe, readable, schedule
+from fengine.ops.cpu import contiguous, integers, maybe, readable, schedule
 from fengine.ops.e4m3 import Rows
 from fengine.ops.linear import Leaf
 from fengine.ops.registration import register, wide
@@ -50,7 +50,7 @@ def on_cpu(
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float, shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
     qkv, rope = contiguous(qkv, "rope's qkv"), contiguous(rope, "rope's table")
-    pos, slot = contiguous(pos, "rope's pos", torch.int32), contiguous(slot, "rope's slot", torch.int32)
+    pos, slot = integers(pos, "rope's pos"), integers(slot, "rope's slot")
     few = k_pages.dtype == torch.uint8  # codes: see kv_fp8.py
     if not (few or k_pages.dtype == torch.float32) or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise UnsupportedFeatureError(f"KV pages are {k_pages.dtype}; on the CPU they must be contiguous float32")

@@ -14,7 +14,7 @@ and the blocks are joined in one more. Top-p masses are integers (prob * 2^40 ro
 import torch
 from torch import Tensor
 
-from fengine.ops.cpu import contiguous, schedule
+from fengine.ops.cpu import contiguous, integers, schedule
 from fengine.ops.registration import register
 from fengine.ops.sampling_kernels import launch
 
@@ -71,7 +71,7 @@ def on_cpu(
 ) -> tuple[Tensor, Tensor]:
     logits, temperature = contiguous(logits, "logits"), contiguous(temperature, "temperature")
     top_p, min_p = contiguous(top_p, "top_p"), contiguous(min_p, "min_p")
-    top_k, pos = contiguous(top_k, "top_k", torch.int32), contiguous(pos, "pos", torch.int32)
+    top_k, pos = integers(top_k, "top_k"), integers(pos, "pos")
     seed = contiguous(seed, "seed", torch.int64)
     rows, vocab = logits.shape
     token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.float32)

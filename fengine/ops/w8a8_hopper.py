@@ -18,7 +18,6 @@ from fengine.ops.ahead import launcher
 from fengine.ops.linear_hopper import gated_product, place
 from fengine.ops.registration import (
     EARLY,
-    TensorDescriptor,
     async_load,
     barriers,
     dependent_launch,
@@ -28,9 +27,9 @@ from fengine.ops.registration import (
     gdc_wait,
     gl,
     gluon,
-    is_hopper,
     mbarrier,
     multiprocessors,
+    runs_gluon,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -55,8 +54,7 @@ class Tiles(NamedTuple):
 def usable(q_TK: Tensor, w_NK: Tensor, step: int, by_step: bool) -> bool:
     """Whether the kernel is written for these shapes and this device."""
     return (
-        TensorDescriptor is not None
-        and is_hopper(q_TK.device)
+        runs_gluon(q_TK.device)
         and step == STEP
         and not by_step
         and q_TK.shape[1] % 16 == 0

@@ -8,9 +8,7 @@ import torch
 
 GRAPH_TOKENS = 8192  # larger steps gain nothing from a graph
 GRAPH_ROOM = 512 << 20  # bytes that a graph captured while requests run must leave free
-SHORT_ROWS = (
-    64  # decode steps of so many rows are short: they are captured over both inputs, so that none waits for a copy
-)
+SHORT_ROWS = 64  # steps of so few rows are short: they are captured over both inputs, so that none waits for a copy
 
 
 class Bucket(NamedTuple):

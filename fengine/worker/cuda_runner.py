@@ -56,10 +56,8 @@ class CudaRunner:
         self.params, self.forward, self.unembed, self.stages = params, forward, unembed, stages
         self.sampler, self.grouped = sampler, grouped
         self.width, self.vocab, self.adapter_slots, self.images = width, vocab, adapter_slots, images
-        self.rows, self.device = (
-            rows,
-            torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device),
-        )
+        self.rows = rows
+        self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
         self.buckets = Buckets(rows, tokens, graphs, adapter_slots > 0, prefill_graphs, graph_rows)
         self.graphs = Graphs(self.device)
         self.tables = 0  # the versions of the stages' tables that graphs hold
