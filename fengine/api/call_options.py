@@ -1,12 +1,16 @@
-"""What a call asks for by arguments that most calls leave out, checked: logprobs, a salt, a priority."""
+"""What a call asks for by arguments that most calls leave out, checked: logprobs, a salt, a priority; ids."""
 
+from array import array
 from dataclasses import replace
+from operator import countOf
 from typing import Any
+
+import numpy as np
 
 from fengine.api.generate_input import GenerateReqInput
 from fengine.api.server_args import ServerArgs
 from fengine.core.sampling_params import Parameter, Range, SamplingParams
-from fengine.core.scalars import check_ids, told
+from fengine.core.scalars import exact_int, told
 from fengine.errors import InvalidRequestError
 
 MAX_SALT = 4096
@@ -95,3 +99,32 @@ def priority_of(args: ServerArgs, value: Any) -> int:
         return 0
     number = option_of("priority", args.default_priority_value if value is None else value)
     return -number if args.schedule_low_priority_values_first else number
+
+
+def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:
+    """Token ids as a list of int, each within the width of the logits. Errors: InvalidRequestError."""
+    try:
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    except Exception as error:  # a tensor of torch that is sparse, or holds no data; a class whose methods raise
+        raise InvalidRequestError(f"{name} must be readable as a list of token ids: {error}") from error
+    if not isinstance(ids, (list, tuple)):
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {type(ids).__name__}.")
+    if not ids:
+        raise InvalidRequestError(f"{name} cannot be empty.")
+    if countOf(map(type, ids), int) != len(ids):
+        exact = [exact_int(value) for value in ids]
+        if None in exact:
+            i = exact.index(None)
+            kind = type(ids[i]).__name__
+            raise InvalidRequestError(f"{name}[{i}] must be an integer, got {told(ids[i])} ({kind}).")
+        ids = exact
+    try:  # a call may bring a million ids, before which no step can start: one pass over the objects, not two
+        fit = np.frombuffer(array("I", ids), np.uintc).max() < vocab_size
+    except OverflowError:
+        fit = False
+    if not fit:
+        i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        raise InvalidRequestError(
+            f"{name}[{i}] is {told(bad)}, out-of-vocabulary; token ids must be in [0, {vocab_size - 1}]."
+        )
+    return list(ids)

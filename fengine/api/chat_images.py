@@ -5,7 +5,7 @@ from typing import Any
 
 from fengine.core.scalars import told
 from fengine.errors import InvalidRequestError
-from fengine.multimodal.sources import check_detail, url_in
+from fengine.multimodal.image_url import check_detail, url_in
 
 IMAGE = {"type": "image"}  # what a template sees of one
 PARTS = ("image_url", "image", "input_image")

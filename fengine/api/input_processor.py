@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from fengine.api.call_options import check_amount, logprobs_asked, priority_of, salt_of
+from fengine.api.call_options import check_amount, check_ids, logprobs_asked, priority_of, salt_of
 from fengine.api.context import EngineContext
 from fengine.api.generate_checks import routed_rank
 from fengine.api.generate_input import GenerateReqInput, split_batch
@@ -16,7 +16,6 @@ from fengine.api.sessions import Turn
 from fengine.api.weights import adapter_of
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
-from fengine.core.scalars import check_ids
 from fengine.engine.parts import Parts
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
 from fengine.tokenizer.stop_regex import compile_patterns

@@ -17,6 +17,7 @@ from fengine.core.scalars import told
 from fengine.errors import InvalidRequestError, MissingExtraError, UnsupportedFeatureError
 from fengine.multimodal.decoder import Decoder
 from fengine.multimodal.fetch import fetch, is_public
+from fengine.multimodal.image_url import url_in
 
 try:
     from PIL import Image as pillow
@@ -131,25 +132,6 @@ class Sources:
     def _check_size(self, count: int) -> None:
         if count > self.config.max_image_mib << 20 or not count:
             raise InvalidRequestError(f"it has no bytes, or more than max_image_mib = {self.config.max_image_mib} MiB")
-
-
-def url_in(value: Mapping[str, Any]) -> Any:
-    """Of OpenAI's {"url", "detail"}. Pure. Errors: InvalidRequestError for other keys; UnsupportedFeatureError."""
-    given = {key: item for key, item in value.items() if item is not None}
-    if unknown := given.keys() - {"url", "detail"}:
-        raise InvalidRequestError(
-            f"an image as a dict has url and detail, got {sorted(map(str, unknown))[0]!r:.80}, too"
-        )
-    check_detail(given.get("detail"))
-    return given.get("url")
-
-
-def check_detail(detail: Any) -> None:
-    """Errors: InvalidRequestError, UnsupportedFeatureError."""
-    if detail == "low":
-        raise UnsupportedFeatureError('not built: detail="low"; send a smaller image, or leave detail out.')
-    if detail not in (None, "auto", "high", "original"):  # all the same: as the checkpoint's processor sees it
-        raise InvalidRequestError(f"detail must be auto, high or original, got {detail!r:.80}")
 
 
 def _data_url(rest: str) -> bytes:
