@@ -135,10 +135,10 @@ class Server:
 
 
 def read_by(parts: Parts) -> dict[str, Any]:
-    """By name, what the model and adapters were read from that an engine computes with. Pure."""
+    """By name, what the model, the adapters and the tokenizer were read from that an engine computes with. Pure."""
     origin, adapters = parts.weights.origin, parts.adapters
     found: dict[str, Any] = {"config.json": repr(parts.spec), "weights": origin and str(origin.directory)}
-    found["tensors"] = parts.weights.writes
+    found |= {"tensors": parts.weights.writes, "tokenizer": parts.tokenizer and parts.tokenizer.sha256}
     if origin is not None:
         found |= {str(origin.directory / name): rest for name, *rest in origin.stamp}
     if adapters is not None:

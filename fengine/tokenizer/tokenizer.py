@@ -1,6 +1,7 @@
 """Text to ids and back, through a pipeline of the `tokenizers` library: no torch, no code of a checkpoint.
 `Tokenizer.encode(text)` gives the ids of transformers 5's `AutoTokenizer` (tests compare them)."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -71,6 +72,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids with a text, added tokens included; the logits may be wider."""
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of all that decides which ids a text has, and which text ids have."""
+        return hashlib.sha256(f"{self.cleanup}{self.backend.to_str()}".encode()).hexdigest()
 
     @cached_property
     def decoding(self) -> Decoding:

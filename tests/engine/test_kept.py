@@ -1,5 +1,7 @@
 """What replicas are told together, while one of them comes back."""
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import tiny_checkpoints
@@ -8,14 +10,29 @@ from test_weights import start
 
 from fengine.api.replica import read_by
 from fengine.engine.parallel.kept import Kept
+from fengine.engine.parallel.routing import Replica
+from fengine.tokenizer.tokenizer import Tokenizer
+from fengine.worker.hub import BOX
 
 
 def test_one_that_comes_while_memory_is_released_releases_its_own() -> None:
-    kept, command = Kept([], []), ["memory", "release", (["kv_cache"],), {}]
+    kept, command = Kept([], [], {}), ["memory", "release", (["kv_cache"],), {}]
     trial = kept.begin(command)
     assert kept.commands == [command]
     kept.end(trial, command, [])
     assert kept.commands == []
+
+
+def test_one_that_has_read_another_tokenizer_than_this_process_is_told() -> None:
+    """Which makes ids of texts, where the other makes masks of grammars: the first of them is not taken at its word."""
+    found = Tokenizer.from_directory(BOX)
+    more = replace(found, backend=copy.deepcopy(found.backend))
+    more.backend.add_tokens(["more"])
+    assert Tokenizer.from_directory(BOX).sha256 == found.sha256 != more.sha256
+    replica = Replica(0, 1)
+    replica.facts, replica.read = {}, {"tokenizer": more.sha256}
+    Kept([replica], [], {"tokenizer": found.sha256}).compare()
+    assert "tokenizer changed" in str(replica.fault)
 
 
 def test_values_that_come_from_no_files_are_counted(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -333,9 +334,10 @@ def restarted(engine: Engine, rank: int) -> str | None:
 
 
 def test_one_that_reads_other_files_than_the_rest_takes_no_requests(tmp_path: Path) -> None:
-    model, adapter = tiny_checkpoints.write(tmp_path / "model"), tmp_path / "adapter"
+    model, adapter = tiny_checkpoints.write(tmp_path / "model", vocab_size=2048), tmp_path / "adapter"
+    shutil.copy(BOX / "tokenizer.json", model)
     tiny_adapters.random_adapter(adapter, model, 8)
-    how: Any = {"lora_paths": {"a": str(adapter)}, "max_lora_rank": 8, "skip_tokenizer_init": True}
+    how: Any = {"lora_paths": {"a": str(adapter)}, "max_lora_rank": 8}
     ids: Any = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
     with Engine(model_path=str(model), **how, max_total_tokens=600, dp_size=2, dp_restart=True) as engine:
         assert restarted(engine, 1) is None
@@ -352,6 +354,11 @@ def test_one_that_reads_other_files_than_the_rest_takes_no_requests(tmp_path: Pa
         values = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
         (model / "config.json").write_text(json.dumps(values))
         assert "config.json changed since" in str(restarted(engine, 0))
+        told = json.loads((model / "tokenizer.json").read_text())
+        vocab = told["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]  # as grammars would know them
+        (model / "tokenizer.json").write_text(json.dumps(told))
+        assert "tokenizer changed since" in str(restarted(engine, 1))
 
 
 def test_one_that_is_started_again_holds_no_more_memory_than_the_rest() -> None:

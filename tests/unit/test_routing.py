@@ -102,7 +102,7 @@ class Calls:
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.setattr(replicas, "Child", Process)
     parallel = ParallelConfig(dp_size=2, dp_restart=request.param)
-    core = Replicas(replace(EngineConfig(), parallel=parallel), 100)
+    core = Replicas(replace(EngineConfig(), parallel=parallel), 100, {})
     yield Calls(core)
     core.close()
 

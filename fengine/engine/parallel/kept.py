@@ -21,9 +21,9 @@ Command = list[Any]  # part, name, given, arguments
 class Kept:
     """Modifies: itself, and which replicas are taken for others than the rest. In the lock of `Replicas`."""
 
-    def __init__(self, replicas: Sequence[Replica], at_start: Sequence[str]) -> None:
-        """`at_start`: adapters that each has loaded when it is ready."""
-        self.replicas, self.at_start = replicas, at_start
+    def __init__(self, replicas: Sequence[Replica], at_start: Sequence[str], own: dict[str, Any]) -> None:
+        """`at_start`: adapters that each has loaded when it is ready; `own`: what this process has read, too."""
+        self.replicas, self.at_start, self.own = replicas, at_start, own
         self._commands: dict[Any, Command] = {}
         self._released: set[str] = set()  # tags of memory
         self._read: dict[str, Any] | None = None  # of those that are not strange
@@ -79,7 +79,7 @@ class Kept:
         for each in self.replicas if not self._under_way else ():
             if each.facts is not None and each.caught_up:
                 self._read = self._read or each.read
-                before, each.strange = each.strange, differing(self._read, each.read)
+                before, each.strange = each.strange, differing(self._read | self.own, each.read)
                 if each.strange != before and each.fault is not None:
                     logger.warning("replica %d takes no requests: it %s", each.rank, each.fault)
 

@@ -42,8 +42,8 @@ logger = logging.getLogger("fengine")
 class Replicas:
     """The face of an `EngineCore` over all replicas. Thread-safe."""
 
-    def __init__(self, config: EngineConfig, blocks: int) -> None:
-        """Starts the processes. Errors: ConfigError, EngineDeadError and what a replica raises."""
+    def __init__(self, config: EngineConfig, blocks: int, own: dict[str, Any]) -> None:
+        """Starts the processes. `own`: as of `Kept`. Errors: ConfigError, EngineDeadError and what a replica raises."""
         self.system, self.config, self.size = REAL, config, config.parallel.dp_size
         self.inbox = Inbox(REAL)  # says whether requests and commands are taken
         self._lock = threading.Condition(cast(Any, self.inbox.lock))
@@ -51,7 +51,7 @@ class Replicas:
         self.requests = OutputProcessor(cast(Any, self), self.abort)
         self.folder = Folder("fengine-replicas-")
         self.replicas = [Replica(rank, blocks) for rank in range(self.size)]
-        self._kept = Kept(self.replicas, [name for name, _ in config.lora.named()])
+        self._kept = Kept(self.replicas, [name for name, _ in config.lora.named()], own)
         self._text = threading.Thread(target=self.requests.run, name="fengine-text", daemon=True)
         self._text.start()
         for each in self.replicas:
@@ -283,7 +283,7 @@ def open_replicas(config: EngineConfig, loaded: Loaded, features: Features, star
     """An engine of replicas. `loaded`: their model without weights. Errors: as `build`."""
     if config.scheduler.record is not None:
         raise ConfigError("scheduler.record is of one engine's steps; use parallel.dp_size=1")
-    core = Replicas(config, 1 << 16)
+    core = Replicas(config, 1 << 16, {"tokenizer": loaded.tokenizer and loaded.tokenizer.sha256})
     facts, share = [each.facts or {} for each in core.replicas], partial(core.ask, "adapters")
     for each in core.replicas:
         each.blocks = facts[0]["pool_tokens"] // BLOCK + 1
