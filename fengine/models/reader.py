@@ -160,7 +160,7 @@ def windowed(
     `near` and `far`: which rotary table sliding layers and the others take; `both_ways`: a token sees window - 1 tokens
     on either side. A window as long as the context cuts nothing off. Errors: ModelLoadError,
     UnsupportedArchitectureError."""
-    types = types or [SLIDING] * spec.num_layers
+    types = [SLIDING] * spec.num_layers if types is None else types
     _check_types(types, spec.num_layers)
     kinds = []
     for index, kind in enumerate(types):

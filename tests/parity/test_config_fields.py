@@ -149,6 +149,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             (family, {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}, "layer_types has sliding")
             for family in ("qwen2", "qwen2_moe", "smollm3")
         ),
+        *(
+            (family, {"layer_types": [], "sliding_window": 9}, "layer_types has 0 ent")
+            for family in ("exaone4", "ministral")
+        ),
     ],
 )
 def test_what_transformers_reads_in_its_own_way_is_refused(family: str, changes: Any, message: str) -> None:
