@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,10 @@ def one_of_each(lines: list[str]) -> list[str]:
 
 
 def collected(paths: list[str]) -> list[str]:
+    """Ends the script where pytest finds none, or fails."""
     told = subprocess.run([*PYTEST, "--collect-only", *paths], cwd=ROOT, capture_output=True, text=True, check=False)
+    if told.returncode:  # none, or a file that cannot be imported
+        sys.exit(f"the cases cannot be collected:\n{told.stdout[-1500:]}{told.stderr[-1500:]}")
     return told.stdout.splitlines()
 
 
@@ -58,7 +62,7 @@ def run(tool: str | None, ids: list[str], end: float) -> dict[str, Any]:
         command = ["timeout", "-k", "5", str(int(left) + 1), *watched, *PYTEST, *ids]
         told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         text = log.read_text() if log.exists() else ""
-    summary = re.findall(r"SUMMARY: (\d+) (?:errors|hazards)", text)
+    summary = re.findall(r"SUMMARY: (\d+) (?:error|hazard)", text)
     done, reports = told.returncode == 0 and (tool is None or bool(summary)), kinds(text)
     if sum(map(int, summary)) and not reports:
         reports = {"of an unknown kind": sum(map(int, summary))}
@@ -97,7 +101,7 @@ def main() -> None:
         end = time.monotonic() + 60 * args.minutes
         with ThreadPoolExecutor(args.processes) as pool:
             parts = list(pool.map(lambda chunk, tool=tool, end=end: run(tool, chunk, end), chunks))
-        reports = {kind: count for part in parts for kind, count in part.get("reports", {}).items()}
+        reports: Counter[str] = sum((Counter(part.get("reports")) for part in parts), Counter())
         found[tool or "without"] = figures = {
             "passed": sum(len(part["cases"]) for part in parts if part.get("passed")),
             "left out": [case for part in parts if part.get("left out") for case in part["cases"]],
@@ -106,7 +110,7 @@ def main() -> None:
         }
         print(tool or "without", {k: v if k == "passed" else len(v) for k, v in figures.items()}, flush=True)
     save("sanitize", found, args.out)
-    sys.exit(any(found[tool]["reports"] or found[tool]["failed"] for tool in (args.tool or TOOLS)))
+    sys.exit(any(found[tool]["reports"] or found[tool]["failed"] for tool in ("without", *(args.tool or TOOLS))))
 
 
 if __name__ == "__main__":
