@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Unpack, cast, overload
 
@@ -43,6 +44,17 @@ Prompts = str | list[str] | None
 Ids = Sequence[int]
 
 
+@contextmanager
+def _built(config: EngineConfig) -> Iterator[Parts]:
+    """Parts that end where what is inside fails. Errors: as `build`."""
+    parts = build(config, FEATURES)
+    try:
+        yield parts
+    except BaseException:
+        parts.close()
+        raise
+
+
 def _close(parts: Parts, close_grammars: Callable[[], None]) -> None:
     parts.close()
     close_grammars()
@@ -65,19 +77,16 @@ class Engine:
         if server_args is not None and (given or settings):
             raise InvalidRequestError(f"give server_args or single fields, not both (got {', '.join(settings)})")
         args = server_args if server_args is not None else ServerArgs(*given, **settings)
-        parts = build(args.to_config(), FEATURES)
-        try:
+        with _built(args.to_config()) as parts:
             if parts.tokenizer is not None:
                 parts.tokenizer = parts.tokenizer.with_chat_template(args.chat_template, args.hf_chat_template_name)
             self._start(parts, args, owned=True)
-        except BaseException:
-            parts.close()
-            raise
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
         """An engine from fengine's own configuration, with timing keys in `meta_info` and every per-call option on."""
-        return cls.from_parts(build(config, FEATURES), owned=True)
+        with _built(config) as parts:
+            return cls.from_parts(parts, owned=True)
 
     @classmethod
     def from_parts(cls, parts: Parts, args: ServerArgs | None = None, *, owned: bool = False) -> "Engine":

@@ -17,7 +17,14 @@ from safetensors.torch import load_file
 from test_weights import ask, between_steps, fresh, start
 
 from fengine import Engine
-from fengine.errors import EngineBusyError, InvalidRequestError, MemoryReleasedError, OutOfMemoryError
+from fengine.config import CompileConfig, EngineConfig, ModelConfig
+from fengine.errors import (
+    EngineBusyError,
+    InvalidRequestError,
+    MemoryReleasedError,
+    OutOfMemoryError,
+    UnsupportedFeatureError,
+)
 from fengine.worker.cuda_graphs import Graphs
 
 
@@ -241,6 +248,18 @@ def test_an_engine_that_has_ended_holds_no_tensor(checkpoint: Path, tmp_path: Pa
     engine.shutdown()
     left = {place: size for place, size in storages().items() if place not in before}
     assert len(held) > 10 and left == {}
+
+
+def test_an_engine_that_cannot_start_leaves_nothing(checkpoint: Path) -> None:
+    """Its loop would hold the weights for ever."""
+    path, before, threads = checkpoint / "generation_config.json", storages(), threading.enumerate()
+    path.write_text('{"num_beams": 4}')
+    model = ModelConfig(str(checkpoint), device="cpu", skip_tokenizer_init=True, sampling_defaults="model")
+    with pytest.raises(UnsupportedFeatureError, match="num_beams"):
+        Engine.from_config(EngineConfig(model=model, compile=CompileConfig(enabled=False)))
+    path.unlink()
+    gc.collect()
+    assert storages() == before and threading.enumerate() == threads
 
 
 def test_shutdown_while_released(checkpoint: Path) -> None:
