@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,12 @@ def test_a_rank_that_is_killed_ends_the_engine_by_name(engine: Engine) -> None:
     loop = engine._parts.core.threads[0]
     loop.join(30)
     assert not loop.is_alive()  # it waits for nobody
+
+
+def test_the_first_rank_holds_no_weights_at_its_end(engine: Engine) -> None:
+    kept = [weakref.ref(tensor) for tensor in engine._parts.weights.tensors()]
+    engine.shutdown()
+    assert len(kept) > 10 and not [tensor for tensor in kept if tensor() is not None]
 
 
 def test_a_rank_that_hangs_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,7 @@ class Ranks(Watcher):
         for child in self._ranks.values():
             child.close()
         self._held.close()
+        self._runner, self.params = None, {}
         self.folder.cleanup()
 
 
