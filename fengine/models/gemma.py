@@ -103,10 +103,9 @@ def spec3_from_hf(config: Config) -> ModelSpec:
 
 def gemma_windows(config: Config, spec: ModelSpec, near: Config, interval: int, both_ways: bool = False) -> ModelSpec:
     """The spec with windows in most layers, which have the rotary embedding `near`. Pure. Errors: ModelLoadError."""
-    read, part = ConfigReader(config), ConfigReader({"rope_parameters": near})
-    local = rope_spec(part, spec.head_dim, spec.max_position)
+    read = ConfigReader(config)
     interval = read.size("sliding_window_pattern", 1 << 12, default=interval)
-    read.problems += part.problems
+    local = rope_spec(ConfigReader({"rope_parameters": near}, read.problems), spec.head_dim, spec.max_position)
     read.done(spec.architecture)
     types = config.get("layer_types") or every(interval, spec.num_layers)
     return windowed(replace(spec, rope_local=local), sliding_window(config), types, near=LOCAL, both_ways=both_ways)

@@ -49,15 +49,14 @@ def spec_from_hf(config: Config) -> ModelSpec:
         config | {"rope_theta": config.get("global_rope_theta") or 160_000.0},
         160_000.0, config.get("local_rope_theta") or 10_000.0,
     )  # fmt: skip
-    part, act = ConfigReader({"rope_parameters": near}), GELU_ALL.get(config["hidden_activation"] or "gelu", "")
+    act = GELU_ALL.get(config["hidden_activation"] or "gelu", "")
     spec = decoder_spec(
         config | {"rms_norm_eps": eps, "rope_parameters": far} | UNREAD,
         activation=("hidden_activation", tuple(GELU_ALL)), act=act, causal=False,
         generates=False, layer_norm=True, embed_norm=True, score_pool=pool, norm_bias=read.flag("norm_bias"),
         score_bias=read.flag("classifier_bias"),
-        rope_local=rope_spec(part, 2, 1),
+        rope_local=rope_spec(ConfigReader({"rope_parameters": near}, read.problems), 2, 1),
     )  # fmt: skip
-    read.problems += part.problems
     read.done(spec.architecture)
     types = config.get("layer_types") or [SLIDING if i % interval else FULL for i in range(spec.num_layers)]
     return windowed(spec, reach + 1, types, near=LOCAL, both_ways=True)

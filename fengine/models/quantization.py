@@ -201,13 +201,13 @@ def _fp8(read: ConfigReader) -> Quantization:
     _one_of(read, "fmt", ("e4m3",), "e4m3")
     _one_of(read, "activation_scheme", ("dynamic", "static"), "dynamic")
     _refuse_cache(read)
-    block = read.config.get("weight_block_size")
     rules = _kept(read, _names(read, "modules_to_not_convert", "ignored_layers"))
-    return Quantization("fp8", (*rules, (".*", Scheme("float", "fp8", _block(read, block, "weight_block_size")))))
+    return Quantization("fp8", (*rules, (".*", Scheme("float", "fp8", _block(read, "weight_block_size")))))
 
 
-def _block(read: ConfigReader, block: object, name: str) -> tuple[int, int] | None:
+def _block(read: ConfigReader, name: str) -> tuple[int, int] | None:
     """Rows and columns that share a scale; None: as many as the file's scales say."""
+    block = read.config.get(name)
     if block is None:
         return None
     if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
@@ -243,11 +243,10 @@ def _compressed(read: ConfigReader) -> Quantization:
     found: dict[str, Scheme] = {}
     for group in groups.values():
         form = group.get("format") or read.config.get("format")
-        part = ConfigReader(group)
+        part, weights = (ConfigReader(each, read.problems) for each in (group, group.get("weights") or {}))
         _refuse_rest(part, {"targets", "weights"})
-        scheme = _packed(ConfigReader(group.get("weights") or {}), form, read)
+        scheme = _packed(weights, form)
         found |= dict.fromkeys(_names(part, "targets"), scheme)
-        read.problems += part.problems
     order = sorted(found, key=lambda name: (name == "Linear", name.startswith("re:"), name))  # a module's name is first
     return Quantization("compressed-tensors", (*rules, *(_rule(read, _target(name), found[name]) for name in order)))
 
@@ -263,7 +262,7 @@ PACKED: dict[tuple[object, object, object], Literal["int4", "int8"]] = {
 }
 
 
-def _packed(weights: ConfigReader, form: object, read: ConfigReader) -> Scheme:
+def _packed(weights: ConfigReader, form: object) -> Scheme:
     """How one group of compressed-tensors is stored."""
     _refuse_rest(weights, {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic",
                            "actorder", "scale_dtype", "zp_dtype"})  # fmt: skip
@@ -275,13 +274,11 @@ def _packed(weights: ConfigReader, form: object, read: ConfigReader) -> Scheme:
     zeros = not weights.flag("symmetric", True)
     ordered = weights.config.get("actorder") in ("group", "dynamic", True)
     columns = _group(weights) if strategy == "group" else 0
-    read.problems += weights.problems
     found = (str(form), kind, bits)
     if found in PACKED and strategy in ("group", "channel"):
         return Scheme("packed", PACKED[found], (1, columns), zeros=zeros, ordered=ordered)
     if form in FLOATS and (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block") and not zeros:
-        block = _block(read, weights.config.get("block_structure"), "block_structure") if strategy == "block" else None
-        return Scheme("float", "fp8", block)
+        return Scheme("float", "fp8", _block(weights, "block_structure") if strategy == "block" else None)
     if found == ("mxfp4-pack-quantized", "float", 4) and columns == 32 and not zeros:
         return Scheme("micro", "fp4", (1, 32))
     raise _unbuilt(f"format {form!r:.80} ({bits} bits, type {kind!r:.20}, strategy {strategy!r:.20})")

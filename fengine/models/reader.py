@@ -23,9 +23,9 @@ ROPE_KEYS = {
 class ConfigReader:
     """Typed reads of one config, which collect every problem. Null and absent are the same."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.problems: list[str] = []
+    def __init__(self, config: Config, problems: list[str] | None = None) -> None:
+        """`problems`: those of the config that this one is part of."""
+        self.config, self.problems = config, [] if problems is None else problems
 
     def size(self, name: str, limit: int, default: int | None = None, least: int = 1) -> int:
         """A whole number in [least, limit]; 1 when it had to complain."""
@@ -202,11 +202,9 @@ def rotary_dim(read: ConfigReader, head_dim: int) -> int:
     rope = read.config.get("rope_parameters") or read.config.get("rope_scaling") or {}
     name = "partial_rotary_factor"
     own = rope if isinstance(rope, dict) and rope.get(name) is not None else read.config
-    part = ConfigReader({name: own.get(name)})
-    count = int(head_dim * part.number(name, 0.0, 1.0, default=1.0))
+    count = int(head_dim * ConfigReader(own, read.problems).number(name, 0.0, 1.0, default=1.0))
     if count < 2 or count % 2:
-        part.problems.append(f"partial_rotary_factor leaves {count} columns of {head_dim}; they must be pairs")
-    read.problems += part.problems
+        read.problems.append(f"partial_rotary_factor leaves {count} columns of {head_dim}; they must be pairs")
     return max(count // 2 * 2, 2)
 
 
@@ -227,10 +225,7 @@ def rope_spec(read: ConfigReader, width: int, max_position: int, partial: bool =
     _refuse_rope(rope, config, partial)
     if config.get("original_max_position_embeddings") is not None:  # transformers prefers it to that of the embedding
         rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    part = ConfigReader(rope)
-    found = _rope_of(part, width, max_position)
-    read.problems += part.problems
-    return found
+    return _rope_of(ConfigReader(rope, read.problems), width, max_position)
 
 
 def _refuse_rope(rope: Config, config: Config, partial: bool) -> None:
