@@ -7,11 +7,13 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from fengine.api.replica import Server
 from fengine.config import EngineConfig, ParallelConfig
@@ -20,6 +22,7 @@ from fengine.core.request import Request, SamplingParams, Status
 from fengine.engine.parallel import replicas
 from fengine.engine.parallel.child import NOTHING
 from fengine.engine.parallel.progress import progress, take
+from fengine.engine.parallel.remote import RemoteUpdates
 from fengine.engine.parallel.replicas import Replicas, joined
 from fengine.engine.parallel.routing import BLOCK, SLACK, Replica, chosen, prefix_keys
 from fengine.engine.request_state import RequestOutput, RequestState
@@ -285,6 +288,29 @@ def test_an_interrupted_change_ends_before_the_next_one(calls: Calls, monkeypatc
     core.ask("updates", "update_from_disk", "a folder", version="second")
     assert [command[3]["version"] for command in core._kept.commands] == ["second"] and not core._kept._under_way
     calls.finish(calls.submit([1], dp_rank=1))
+
+
+def test_tensors_stay_for_replicas_that_read_them_after_an_interruption(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one of them would have them, and another not."""
+    core, slow = calls.core, calls.process(1)
+    core.replicas[0].facts = {"weights": []}
+    updates = RemoteUpdates(core, "updates")
+
+    def left() -> list[Any]:
+        return list(Path(core.folder.name).glob("*.safetensors"))
+
+    with monkeypatch.context() as patch:
+        waits = iter([lambda answers: signal.raise_signal(signal.SIGINT)])
+        patch.setattr(replicas, "wait", lambda answers: next(waits, wait)(answers))
+        patch.setattr(slow, "answer", lambda asked: None)
+        with pytest.raises(KeyboardInterrupt):
+            updates.update_from_tensor([("a", torch.zeros(2))], None)
+    assert [str(path) for path in left()] == [slow.sent[0]["ask"][0][3][0]]
+    slow.answer(slow.sent[0]["ask"])
+    updates.update_from_tensor([("a", torch.zeros(2))], None)
+    assert len(left()) == 1
 
 
 def test_a_replica_that_cannot_tell_what_it_reads_answers_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

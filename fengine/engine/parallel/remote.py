@@ -111,9 +111,12 @@ class RemoteUpdates(Remote):
         told = [(name, unfit(x)) for name, x in given]
         leave_tensors({str(i): x for i, (_, x) in enumerate(given) if told[i][1] is None}, path)
         try:
-            return self._core.ask("files", "update", str(path), told, version, abort)
-        finally:
-            path.unlink(missing_ok=True)  # an engine that is closed meanwhile removes its folder
+            answer = self._core.ask("files", "update", str(path), told, version, abort)
+        except Exception:  # after an interruption replicas may still have to read it: it goes with the engine's folder
+            path.unlink(missing_ok=True)
+            raise
+        path.unlink(missing_ok=True)  # an engine that is closed meanwhile removes its folder
+        return answer
 
     def save(self, model_dir: Path, overrides: str, path: Any, pattern: Any, max_size: Any) -> None:
         """By one replica: all have the same."""
