@@ -243,9 +243,9 @@ def _compressed(read: ConfigReader) -> Quantization:
     found: dict[str, Scheme] = {}
     for group in groups.values():
         form = group.get("format") or read.config.get("format")
-        part, weights = (ConfigReader(each, read.problems) for each in (group, group.get("weights") or {}))
+        part = ConfigReader(group, read.problems)
         _refuse_rest(part, {"targets", "weights"})
-        scheme = _packed(weights, form)
+        scheme = _packed(ConfigReader(group.get("weights") or {}, read.problems), form)
         found |= dict.fromkeys(_names(part, "targets"), scheme)
     order = sorted(found, key=lambda name: (name == "Linear", name.startswith("re:"), name))  # a module's name is first
     return Quantization("compressed-tensors", (*rules, *(_rule(read, _target(name), found[name]) for name in order)))
