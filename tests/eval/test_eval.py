@@ -335,6 +335,24 @@ def test_interrupt_and_terminate(engines: list[FakeEngine], tmp_path: Path, monk
     assert sha(Path("i130/outputs.jsonl")) == sha(Path("i143/outputs.jsonl"))
 
 
+def test_a_second_termination_breaks_no_end(engines: list[FakeEngine], tmp_path: Path, monkeypatch: Any) -> None:
+    """It may come while the rows in flight end, or behind the last one."""
+
+    async def hanging(self: FakeEngine, **call: Any) -> Any:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.Event().wait()
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(FakeEngine, "async_generate", hanging)
+    assert cli("out=twice") == run.TERMINATED
+    (session,) = json.loads(Path("twice/manifest.json").read_text())["sessions"]
+    assert session["how"].startswith("interrupted")
+
+
 def test_failed_rows_are_recorded_and_tried_again(engines: list[FakeEngine], tmp_path: Path) -> None:
     rows = [{"id": "s", "prompt": "sick", "answer": "x"}, {"id": "n", "prompt": "no answer"}]
     write_rows(tmp_path / "rows.jsonl", 2, *rows)

@@ -92,10 +92,11 @@ class Loop:
     async def run(self) -> None:
         """Computes what the table lacks. Interrupted, it journals what has finished, and says so. Errors:
         EngineDeadError, EngineClosedError, StorageError; InputFileError if the input is not what was indexed."""
-        with self.view.job(), self._terminating(), self.in_order:
+        feed = asyncio.create_task(self._feed())
+        with self.view.job(), self._terminating(feed), self.in_order:
             ticker = asyncio.create_task(self._tick())
             try:
-                await self._feed()
+                await feed
             except asyncio.CancelledError:  # Ctrl-C or SIGTERM
                 self.ended = INTERRUPTED
             finally:
@@ -214,16 +215,16 @@ class Loop:
             await asyncio.sleep(TICK_SECONDS)
 
     @contextmanager
-    def _terminating(self) -> Iterator[None]:
-        """Inside, SIGTERM ends the run as Ctrl-C does. Nothing is done off the main thread."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        if task is None or threading.current_thread() is not threading.main_thread():
+    def _terminating(self, feed: asyncio.Task[None]) -> Iterator[None]:
+        """Inside, SIGTERM ends the run as Ctrl-C does, and one that is ending goes on. Nothing is done off the main
+        thread."""
+        loop = asyncio.get_running_loop()
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def end() -> None:
-            self.terminated = True
-            task.cancel()
+            self.terminated |= feed.cancel()
 
         loop.add_signal_handler(signal.SIGTERM, end)
         try:
