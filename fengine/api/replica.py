@@ -105,6 +105,8 @@ class Server:
                 else:
                     value = getattr(self.owners.get(part) or getattr(self.parts, part), name)(*given, **arguments)
                 self.link.say(answer=number, value=value, **self._read(part))
+            except EngineDeadError:
+                return  # `_end` tells why, of all
             except Exception as error:  # whatever it is: who asked waits
                 self.link.say(answer=number, failed=kind_and_text(error), **self._read(part))
 

@@ -61,9 +61,9 @@ class EngineCore:
         InvalidRequestError for a rid that is in use."""
         self.inbox.check_process()  # before the lock, which another thread of the parent may have held
         with self.inbox.lock:
+            self.inbox.check()
             if (refused := self._refused()) is not None:
                 raise refused
-            self.inbox.check()
             self.requests.enter(states)
             self.inbox.put("add", {"requests": [state.request for state in states]}, states)
 

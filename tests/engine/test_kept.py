@@ -3,14 +3,17 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import tiny_checkpoints
 from safetensors.torch import load_file
 from test_weights import start
 
-from fengine.api.replica import read_by
+from fengine.api.replica import Server, read_by
 from fengine.engine.parallel.kept import Kept
 from fengine.engine.parallel.routing import Replica
+from fengine.errors import EngineDeadError, StorageError
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.hub import BOX
 
@@ -33,6 +36,21 @@ def test_one_that_has_read_another_tokenizer_than_this_process_is_told() -> None
     replica.facts, replica.read = {}, {"tokenizer": more.sha256}
     Kept([replica], [], {"tokenizer": found.sha256}).compare()
     assert "tokenizer changed" in str(replica.fault)
+
+
+def test_what_a_dead_engine_was_asked_has_the_answer_of_its_end() -> None:
+    """Which names the replica; the engine's own words are of another one, and say that all has ended."""
+    said: list[Any] = []
+
+    def update(path: str) -> None:
+        raise {"dead": EngineDeadError, "bad": StorageError}[path](path)
+
+    owners = {"files": SimpleNamespace(update=update)}
+    server: Any = SimpleNamespace(owners=owners, link=SimpleNamespace(say=lambda **told: said.append(told)))
+    server._read = lambda part: {}
+    for number, path in enumerate(("bad", "dead")):
+        Server._answer(server, [number, "files", "update", [path], {}])
+    assert said == [{"answer": 0, "failed": ("StorageError", "bad")}]
 
 
 def test_values_that_come_from_no_files_are_counted(tmp_path: Path) -> None:

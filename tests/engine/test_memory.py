@@ -20,6 +20,7 @@ from fengine import Engine
 from fengine.config import CompileConfig, EngineConfig, ModelConfig
 from fengine.errors import (
     EngineBusyError,
+    EngineDeadError,
     InvalidRequestError,
     MemoryReleasedError,
     OutOfMemoryError,
@@ -56,6 +57,13 @@ def test_requests_are_refused_until_everything_is_back(engine: Engine, tags: Any
     assert engine.get_server_info()["status"] == "ready"
     assert ask(engine) == before
     in_loop(engine._parts.core, lambda: check_scheduler(engine._parts.core.stepper.scheduler))
+
+
+def test_an_engine_that_is_dead_does_not_ask_for_its_memory(engine: Engine) -> None:
+    engine.release_memory_occupation()
+    engine._parts.core.inbox.close(EngineDeadError("a rank has ended"))
+    with pytest.raises(EngineDeadError, match="a rank has ended"):
+        ask(engine)
 
 
 def test_the_prefix_cache_goes_with_the_pages(engine: Engine) -> None:
