@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from fengine.config import EngineConfig
@@ -103,9 +104,11 @@ class BadPoint:
 
 
 def annotated(text: str, schema: Schema) -> str:
-    """A help text with a word on every key of its configuration. Pure but for the sources of the schemas."""
+    """A help text with a word on every key of its configuration, its lists of options as wide as a terminal. Pure but
+    for the sources of the schemas."""
     notes = notes_of(schema)
     head, mark, rest = text.partition("\nConfiguration (")  # before it there are the groups and their options
+    head = re.sub("(?m)^[a-z]+: .+", lambda row: fill(row[0], 80, subsequent_indent="  ", break_on_hyphens=False), head)
     lines, path = [], list[str]()
     for line in rest.splitlines():
         if (found := _KEY.fullmatch(line)) is not None:

@@ -57,7 +57,7 @@ def write_file(path: Path, content: Content) -> None:
     except OSError as error:
         with suppress(OSError):  # of a full disk, which it would keep full
             partial.unlink()
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}; choose out=FILE") from error
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}; choose another file") from error
 
 
 def _write(path: Path, content: Content, durable: bool = True) -> None:
