@@ -202,7 +202,8 @@ class CompletionWriter(ChoiceWriter):
         super().__init__(request, arguments, tokenizer, head, prompts)
         self.echoes = echoes
         self.skip_special = skips_special(request)
-        self.begun, self.offsets = set[int](), defaultdict[int, Offsets](Offsets)  # of choices
+        self.begun = set[int]() if echoes or prompts else set(range(len(self._drawn)))  # nothing is to be told before
+        self.offsets = defaultdict[int, Offsets](Offsets)  # of choices
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         choice = {"prompt_token_ids": None} | self._choice(index, output, whole=True)
