@@ -4,6 +4,7 @@ import json
 import queue
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
@@ -267,6 +268,25 @@ def test_what_is_asked_of_all_comes_behind_what_is_told_again(calls: Calls, monk
     monkeypatch.setattr(core._lock, "wait_for", wait_for)
     core.call("resume")
     assert process.asked() == ["pause", "resume"]
+
+
+def test_an_interrupted_start_ends_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    class Interrupted(Process):
+        def __init__(self, start: Any, *given: Any) -> None:
+            if start["replica"] == 1:
+                raise KeyboardInterrupt
+            super().__init__(start, *given)
+
+        def close(self) -> None:
+            ended.append(self.rank)
+
+    monkeypatch.setattr(replicas, "Child", Interrupted)
+    before = threading.enumerate()
+    with pytest.raises(KeyboardInterrupt):
+        Replicas(replace(EngineConfig(), parallel=ParallelConfig(dp_size=2)), 100, {})
+    assert ended == [0] and threading.enumerate() == before
 
 
 def test_an_interrupted_change_ends_before_the_next_one(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

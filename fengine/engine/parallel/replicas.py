@@ -54,15 +54,16 @@ class Replicas:
         self._kept = Kept(self.replicas, [name for name, _ in config.lora.named()], own)
         self._text = threading.Thread(target=self.requests.run, name="fengine-text", daemon=True)
         self._text.start()
-        for each in self.replicas:
-            self._start(each)
-        with self._lock:
-            self._lock.wait_for(lambda: self.inbox.end or all(each.facts for each in self.replicas))
-            if faults := [f"replica {each.rank} {each.fault}" for each in self.replicas if each.strange]:
-                self.inbox.close(cast(Any, ModelLoadError(faults[0])))
-        if self.inbox.end is not None:
-            self.close()
-            raise self.inbox.end
+        with ExitStack() as broken:
+            broken.callback(self.close)  # also where whoever waits is interrupted
+            for each in self.replicas:
+                self._start(each)
+            with self._lock:
+                self._lock.wait_for(lambda: self.inbox.end or all(each.facts for each in self.replicas))
+                if faults := [f"replica {each.rank} {each.fault}" for each in self.replicas if each.strange]:
+                    self.inbox.close(cast(Any, ModelLoadError(faults[0])))
+            self.inbox.check()
+            broken.pop_all()
         self._began = True
 
     def _start(self, replica: Replica) -> None:
@@ -85,8 +86,7 @@ class Replicas:
                     answer.set_result(told["value"])
                 if answer in replica.catching_up:
                     self._kept.compare()
-            if "error" in told:
-                replica.error = told["error"]
+            replica.error = told.get("error", replica.error)
             if "failed_start" in told:
                 error = error_of(told["failed_start"])
                 if self._began:
