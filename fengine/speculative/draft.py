@@ -186,7 +186,8 @@ class DraftModel:
             if seen and not memo.guesses:
                 if not self.broken:
                     logger.warning(
-                        "speculation.draft: its logits are not finite, so it guesses nothing; see its weights"
+                        "speculation.draft: its logits are not finite for a request, for which it guesses no more; "
+                        "see its weights"
                     )
                 self.broken = True
                 memo.pace.stop()

@@ -1,5 +1,5 @@
-"""What the commands of `fengine` share: how they end, their help, their arguments. No torch. A command is a module with
-`main(argv) -> exit code`, which `run.py` lists in COMMANDS."""
+"""What the commands of `fengine` share: how they end, their help, their arguments. No torch. A command is in a
+module of `eval/commands`, which `run.py` lists in COMMANDS."""
 
 import difflib
 import os
