@@ -137,3 +137,8 @@ def test_what_tries_bring_is_summed_alike_by_every_python() -> None:
     model.cost, model.scouts = cost, [SimpleNamespace(gain=0.1)] * 10
     model._hear([ask] * 10)
     assert model.scouts and ask.drafting.rest_until == 0
+    tried: list[Any] = []
+    model.chained, model.head, model.hope = None, SimpleNamespace(behind=0), 0.1
+    ask.request = SimpleNamespace(token_ids=[1])
+    model._sizes, model._propose = lambda asks: tried.append(asks) or {}, lambda asks, most: []
+    assert model([ask] * 10) == [[]] * 10 and tried
