@@ -5,8 +5,8 @@
 
 The cases are those of `pytest -m gpu tests/ops`, one of each test, with bfloat16 where it has several; libraries'
 kernels are left out. They run without the tool first, which compiles the kernels, and must pass. Several run side by
-side, a few in each process; what is not done within --minutes is told. Ends with status 2 without a GPU, 3 without the
-tool, 1 where anything is reported, or a case fails.
+side, a few in each process; what is not done within --minutes is told. Ends with status 2 without a GPU, 1 where
+anything is reported, or a case fails, 3 without the tool, or where cases are left out.
 """
 
 import argparse
@@ -58,7 +58,8 @@ def run(tool: str | None, ids: list[str], end: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         options = ["--tool", tool, "--kernel-name", OURS, "--log-file", str(log), "--show-backtrace", "no"]
-        watched = [] if tool is None else ["compute-sanitizer", "--target-processes", "application-only", *options]
+        options += ["--target-processes", "application-only", "--launch-timeout", "0"]  # pytest takes a while to start
+        watched = [] if tool is None else ["compute-sanitizer", *options]
         command = ["timeout", "-k", "5", str(int(left) + 1), *watched, *PYTEST, *ids]
         told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         text = log.read_text() if log.exists() else ""
@@ -110,7 +111,8 @@ def main() -> None:
         }
         print(tool or "without", {k: v if k == "passed" else len(v) for k, v in figures.items()}, flush=True)
     save("sanitize", found, args.out)
-    sys.exit(any(found[tool]["reports"] or found[tool]["failed"] for tool in ("without", *(args.tool or TOOLS))))
+    ran = [found[tool] for tool in ("without", *(args.tool or TOOLS))]
+    sys.exit(1 if any(each["reports"] or each["failed"] for each in ran) else 3 * any(each["left out"] for each in ran))
 
 
 if __name__ == "__main__":
