@@ -25,7 +25,7 @@ from fengine.engine.parallel.child import NOTHING
 from fengine.engine.parallel.progress import progress, take
 from fengine.engine.parallel.remote import RemoteUpdates
 from fengine.engine.parallel.replicas import Replicas, joined
-from fengine.engine.parallel.routing import BLOCK, SLACK, Replica, chosen, prefix_keys
+from fengine.engine.parallel.routing import BLOCK, SLACK, STARTS, Replica, chosen, prefix_keys
 from fengine.engine.request_state import RequestOutput, RequestState
 from fengine.errors import EngineDeadError
 
@@ -351,6 +351,20 @@ def test_one_that_cannot_be_started_again_ends_no_other(calls: Calls) -> None:
     calls.core.replicas[1].facts = None
     calls.process(1).hear({"failed_start": ("ModelLoadError", "replica 1: no files")})
     calls.process(1).ended("ended with exit status 0")
+    calls.finish(calls.submit([1]))
+    with pytest.raises(EngineDeadError, match="replica 1 of 2 has ended"):
+        calls.submit([1], dp_rank=1)
+
+
+@pytest.mark.parametrize("calls", [True], indirect=True)
+def test_one_that_dies_while_it_starts_is_started_again_a_few_times(
+    calls: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls.process(1).ended("was ended by SIGKILL")
+    for i in range(1, STARTS + 1):
+        before, calls.core.replicas[1].facts = calls.process(1), None
+        before.ended("was ended by SIGTERM")
+        assert (calls.process(1) is before) == ("it is not started again" in caplog.text) == (i == STARTS)
     calls.finish(calls.submit([1]))
     with pytest.raises(EngineDeadError, match="replica 1 of 2 has ended"):
         calls.submit([1], dp_rank=1)

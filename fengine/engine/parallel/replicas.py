@@ -28,7 +28,7 @@ from fengine.engine.parallel.child import NOTHING, Child
 from fengine.engine.parallel.kept import CHANGES, Kept
 from fengine.engine.parallel.progress import encoded, error_of, take, with_images
 from fengine.engine.parallel.remote import METHODS, Remote, RemoteUpdates, joined, not_built, plain_command
-from fengine.engine.parallel.routing import AWAY, BLOCK, Replica, chosen, prefix_keys
+from fengine.engine.parallel.routing import AWAY, BLOCK, STARTS, Replica, chosen, prefix_keys
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL
@@ -88,10 +88,9 @@ class Replicas:
                     self._kept.compare()
             replica.error = told.get("error", replica.error)
             if "failed_start" in told:
-                error = error_of(told["failed_start"])
-                if self._began:
-                    logger.warning("replica %d cannot be started again: %s", replica.rank, error)
-                else:
+                error, replica.failures = error_of(told["failed_start"]), STARTS
+                replica.error = str(error)
+                if not self._began:
                     self.inbox.close(cast(Any, error))
             if "ready" in told:
                 replica.facts, replica.strange = told["ready"], AWAY
@@ -122,10 +121,12 @@ class Replicas:
         with self._lock:
             how, replica.error = f"failed: {replica.error}" if replica.error else how, None
             error = EngineDeadError(f"replica {replica.rank} of {self.size} {how}; its requests have ended")
-            was_ready, replica.facts = replica.facts is not None, None
+            begun = self._began or replica.facts is not None
             for state in replica.end(error):
                 self.requests.steps.put(([], [self.requests.forget(state.request)]))
-            again = was_ready and self.config.parallel.dp_restart and self.inbox.end is None
+            again = begun and self.config.parallel.dp_restart and replica.failures < STARTS and self.inbox.end is None
+            if self._began:
+                logger.warning("%s; it is%s started again", error, "" if again else " not")
             if not again and not (self._began and any(each.facts for each in self.replicas)):
                 self.inbox.close(EngineDeadError(f"{error}; no replica is left, create a new engine"))
             self._lock.notify_all()
@@ -239,8 +240,7 @@ class Replicas:
         self.check_process()
         with self._lock:
             self.inbox.check()
-            every = [each for each in self.replicas if each.facts]
-            asked = {each.rank: self._ask(each, ["core", "get_stats", (), {}])[0] for each in every}
+            asked = {e.rank: self._ask(e, ["core", "get_stats", (), {}])[0] for e in self.replicas if e.facts}
         return {rank: answer.result() for rank, answer in asked.items()}
 
     def check_process(self) -> None:

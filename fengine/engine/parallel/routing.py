@@ -14,6 +14,7 @@ from fengine.errors import FengineError
 
 BLOCK = 64  # tokens by which prompts are compared
 AWAY = "has ended, or is being started again"
+STARTS = 3  # in a row, from which a replica may come to nothing before it is left as it is
 SLACK = 4  # open requests, and a quarter of those of the least busy replica, that a known prompt may cost
 
 
@@ -41,6 +42,7 @@ class Replica:
         self.finished = 0  # requests
         self.calls: dict[int, Future[Any]] = {}  # that have no answer yet
         self.asked = 0
+        self.failures = 0  # starts in a row that came to nothing
         self.known: OrderedDict[Hashable, None] = OrderedDict()
 
     @property
@@ -62,7 +64,8 @@ class Replica:
             self.child.send(value)
 
     def end(self, error: FengineError) -> list[RequestState]:
-        """Forgets what its process knew. Returns the requests that have failed by it; so do calls."""
+        """Forgets what its process was and knew. Returns the requests that have failed by it; so do calls."""
+        self.failures, self.facts = 0 if self.facts else self.failures + 1, None
         failed, self.open = list(self.open.values()), {}
         for state in failed:
             state.fail(error)
