@@ -38,7 +38,7 @@ from proof import Answer, Ask, alone, difference, requests, total, with_images
 import fengine
 from fengine import Engine
 from fengine.config.schema import PACKAGED
-from fengine.errors import UnsupportedFeatureError
+from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.worker.hub import resolve_model
 
 SIZES = {  # device -> model -> requests, longest prompt
@@ -117,7 +117,7 @@ class Proof:
         start = time.perf_counter()
         try:
             row = judged(name, run(), control)
-        except UnsupportedFeatureError as error:
+        except (ConfigError, UnsupportedFeatureError) as error:  # such as ranks that cannot share its heads
             row = {"layout": name, "verdict": "not available", "evidence": str(error)[:200]}
         except Exception as error:  # one layout's failure is a row of the table; the others are still told
             row = {"layout": name, "verdict": f"FAILED {type(error).__name__}", "evidence": str(error)[:500]}
