@@ -185,3 +185,14 @@ def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
     """Coarse random colours, so that resizing leaves them apart."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
+
+
+def in_place(engine: Any, prompt: list[int], pictures: list[Any]) -> list[int]:
+    """The prompt with every placeholder; a word stands in front of each further piece of a picture."""
+    ids, left = list[int](), iter(engine._parts.images.read(pictures))
+    for id in prompt:
+        pieces = next(left).pieces if id == TOKEN else ()
+        for i, piece in enumerate(pieces):
+            ids += [30 + i] * (i > 0) + [TOKEN] * piece.tokens
+        ids += [] if id == TOKEN else [id]
+    return ids

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import tiny_vision
 import torch
-from tiny_vision import TOKEN, picture
+from tiny_vision import TOKEN, in_place, picture
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.llava_onevision import modeling_llava_onevision
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
@@ -81,17 +81,6 @@ def test_logprobs_and_greedy_ids_are_those_of_transformers(case: Case) -> None:
         for position, (logprob, token, _) in enumerate(got):
             assert abs(logprob - logprobs[position, token]) < TOLERANCE, (given, position)
         assert drawn == logprobs[len(ids) - 1 : -1].argmax(-1).tolist()
-
-
-def in_place(engine: Engine, prompt: list[int], pictures: list[Any]) -> list[int]:
-    """The prompt with every placeholder; a word stands in front of each further piece of a picture."""
-    ids, left = list[int](), iter(engine._parts.images.read(pictures))
-    for id in prompt:
-        pieces = next(left).pieces if id == TOKEN else ()
-        for i, piece in enumerate(pieces):
-            ids += [30 + i] * (i > 0) + [TOKEN] * piece.tokens
-        ids += [] if id == TOKEN else [id]
-    return ids
 
 
 @torch.no_grad()

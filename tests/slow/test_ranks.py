@@ -267,6 +267,9 @@ def test_weights_and_memory_are_those_of_one() -> None:
         assert changed(one) == changed(two)
 
 
+FEW = [params | {"max_new_tokens": 8} for params in PARAMS]
+
+
 def adapted(engine: Engine, folder: Path) -> list[Any]:
     """Texts under adapters that share one slot fewer than they are, of a file and of tensors, one unloaded."""
     assert engine.load_lora_adapter("second", str(folder / "second")).success
@@ -275,20 +278,20 @@ def adapted(engine: Engine, folder: Path) -> list[Any]:
     values = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": kinds}
     assert engine.load_lora_adapter_from_tensors("third", tensors, values).success
     names = ["first", None, "second", "third", "first"]
-    found = [engine.generate(PROMPTS, PARAMS[0] | {"max_new_tokens": 8}, lora_path=names, return_logprob=True)]
+    found = [engine.generate(PROMPTS, FEW, lora_path=names, return_logprob=True)]
     assert engine.unload_lora_adapter("first").success
     found.append(engine.generate(PROMPTS, {"max_new_tokens": 8}, lora_path=[None, "second", "third", None, "second"]))
     return [[(out["text"], out["meta_info"].get("output_token_logprobs")) for out in each] for each in found]
 
 
-@pytest.mark.parametrize("few", [{}, {"quantization": "fp8"}, {"quantization": "w8a8_fp8"}], ids=str)
+@pytest.mark.parametrize("few", [{}, {"quantization": "fp8"}, {"quantization": "w8a8_fp8"}, SELF], ids=str)
 def test_adapters_are_those_of_one(few: dict[str, Any], tmp_path: Path) -> None:
     for seed, name in enumerate(("first", "second")):
         tiny_adapters.random_adapter(tmp_path / name, BOX, 8, seed=seed)
     lora: Any = {"lora_paths": {"first": str(tmp_path / "first")}, "max_loras_per_batch": 2, "enable_lora": True} | few
     with Engine(**SETTINGS, **lora) as one, Engine(**SETTINGS, **lora, tp_size=2) as two:
         want, got = adapted(one, tmp_path), adapted(two, tmp_path)
-        plain = one.generate(PROMPTS, PARAMS[0] | {"max_new_tokens": 8})
+        plain = one.generate(PROMPTS, FEW)
     assert got == want
     assert [text for text, _ in want[0]] != [out["text"] for out in plain]
 
@@ -306,16 +309,19 @@ def test_embeddings_and_drafts_are_those_of_one(how: dict[str, Any]) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "idefics3", "internvl"])
 def test_images_are_those_of_one(family: str, tmp_path: Path) -> None:
     """In chunks, with a table that has no room for all of them."""
     directory, found = tiny_vision.write(tmp_path, family), []
     spot = [tiny_vision.TOKEN] * (4 if family == "gemma3" else 1)  # whose chunks must not cut an image
-    prompts = [[5, *spot, 7, 8], [9, *spot, 10, *spot, 11], [3, 4, 5]]
-    pictures: list[Any] = [tiny_vision.picture(1), [tiny_vision.picture(2, 33, 64), tiny_vision.picture(3)], None]
+    pictures: list[Any] = [[tiny_vision.picture(1)], [tiny_vision.picture(2, 33, 64), tiny_vision.picture(3)], None]
     for size in (1, 2):
         with Engine(model_path=str(directory), skip_tokenizer_init=True, max_total_tokens=2048, tp_size=size,
                     chunked_prefill_size=40) as engine:  # fmt: skip
+            prompts = [[5, *spot, 7, 8], [9, *spot, 10, *spot, 11], [3, 4, 5]]
+            if family in ("idefics3", "internvl"):  # text stands around their parts
+                given = zip(prompts, pictures, strict=True)
+                prompts = [tiny_vision.in_place(engine, ids, images or []) for ids, images in given]
             for _ in range(2):
                 params: Any = PARAMS[0] | {"max_new_tokens": 5, "ignore_eos": True}
                 outs = engine.generate(None, params, prompts, image_data=pictures, return_logprob=True)
