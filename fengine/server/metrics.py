@@ -54,7 +54,14 @@ HISTOGRAMS = {  # name: (buckets, help)
     "request_params_n": (TOKENS, "Samples that a row's request asked for."),
     "request_params_max_tokens": (TOKENS, "The most tokens that a row might draw."),
 }
-
+SPANS = {  # histogram: between which moments of a request it measures
+    "request_queue_time_seconds": ("submitted", "started"),
+    "request_prefill_time_seconds": ("started", "first_token"),
+    "time_to_first_token_seconds": ("submitted", "first_token"),
+    "e2e_request_latency_seconds": ("submitted", "finished"),
+    "request_inference_time_seconds": ("started", "finished"),
+    "request_decode_time_seconds": ("first_token", "finished"),
+}
 ALIASES = {  # what dashboards of SGLang and vLLM call the same; SINGLE's, HISTOGRAMS' and those of reasons
     "num_requests_running": ("sglang:num_running_reqs", "vllm:num_requests_running"),
     "num_requests_waiting": ("sglang:num_queue_reqs", "vllm:num_requests_waiting"),
@@ -109,22 +116,14 @@ class Meter:
         self._add("request_generation_tokens", drawn)
         self._add("request_params_n", state.request.params.n)
         self._add("request_params_max_tokens", state.request.max_new_tokens)
-        if state.started is not None:
-            self._add("request_queue_time_seconds", state.started - state.submitted)
-            if state.first_token is not None:
-                self._add("request_prefill_time_seconds", state.first_token - state.started)
-        if state.first_token is not None:
-            self._add("time_to_first_token_seconds", state.first_token - state.submitted)
-        if state.finished is not None:
-            self._add("e2e_request_latency_seconds", state.finished - state.submitted)
-            if state.started is not None:
-                self._add("request_inference_time_seconds", state.finished - state.started)
-            if state.first_token is not None:
-                decoding = state.finished - state.first_token
-                self._add("request_decode_time_seconds", decoding)
-                if drawn > 1:
-                    self._add("time_per_output_token_seconds", decoding / (drawn - 1))
-                    self._add("inter_token_latency_seconds", decoding / (drawn - 1), drawn - 1)
+        for name, (begin, end) in SPANS.items():
+            begun, ended = getattr(state, begin), getattr(state, end)
+            if begun is not None and ended is not None:
+                self._add(name, ended - begun)
+        if drawn > 1 and state.finished is not None and state.first_token is not None:
+            each = (state.finished - state.first_token) / (drawn - 1)
+            self._add("time_per_output_token_seconds", each)
+            self._add("inter_token_latency_seconds", each, drawn - 1)
 
     def _labelled(self, sample: str) -> str:
         """A sample with the model's label, too. Pure."""

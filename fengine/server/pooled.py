@@ -22,7 +22,7 @@ from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, whole
-from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, Truncation, texts_or_ids
+from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, Truncation, prompt_ids, texts_or_ids
 
 CUT: Fields = TRUNCATION | {
     "truncation_side": one_of("The side that is cut off.", "left", "right", default="right"),  # as vLLM's
@@ -94,8 +94,7 @@ def _inputs(given: Mapping[str, Any], engine: Engine) -> tuple[Any, int]:
         raise invalid("input", "input must be no empty text, and have none.")
     add_special, cut = given["add_special_tokens"], _cut(given, engine)
     if cut and kind == "input_ids":
-        rows = prompts if isinstance(prompts[0], list) else [prompts]
-        return [cut.cut(row, engine._parts.context_length) for row in rows], count
+        return prompt_ids(engine.tokenizer, kind, prompts, add_special, cut, engine._parts.context_length), count
     if cut or not add_special:
         prompts = _ids([prompts] if isinstance(prompts, str) else prompts, engine, add_special, cut)
     return prompts, count

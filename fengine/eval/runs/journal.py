@@ -19,7 +19,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -201,10 +201,8 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _cut(self, size: int) -> None:
         """Takes a part of a line back. Where that fails too it stays as a torn tail, which the next run cuts off."""
-        try:
+        with suppress(OSError):
             os.ftruncate(self._file, size)
-        except OSError:
-            return
 
     def _fail(self, error: OSError) -> StorageError:
         self._failed = StorageError(
