@@ -11,7 +11,7 @@ from fengine.api.arguments import described_by, record_of
 from fengine.api.chat import is_chat, rendered, with_images
 from fengine.api.context import EngineContext
 from fengine.api.generate_checks import refuse_not_built
-from fengine.api.generate_input import GenerateReqInput
+from fengine.api.generate_input import NOTHING_DRAWN, GenerateReqInput
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import Output, Result, complete
@@ -24,7 +24,6 @@ from fengine.engine.request_state import RequestState
 from fengine.errors import InvalidRequestError
 from fengine.worker.pooling import Pooling, check_dimensions, finish_vector
 
-NOTHING_DRAWN = {"max_new_tokens": 0, "temperature": 0.0}
 OF_DRAWING = ("completion_tokens", "reasoning_tokens", "first_token_latency", "decode_throughput")  # keys of meta_info
 
 

@@ -12,6 +12,7 @@ from fengine.core.scalars import exact_int, plain, plain_ids, told
 from fengine.errors import InvalidRequestError
 
 MAX_REQUESTS = 1 << 20  # of one call
+NOTHING_DRAWN = {"max_new_tokens": 0, "temperature": 0.0}  # sampling parameters of prompts that are only read
 PER_PROMPT = (
     "return_logprob", "logprob_start_len", "top_logprobs_num", "return_hidden_states", "custom_logit_processor",
     "priority", "cache_salt", "lora_path",

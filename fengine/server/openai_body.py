@@ -8,7 +8,7 @@ from typing import Any
 from fengine.core.sampling_params import GRAMMARS
 from fengine.server import fields
 from fengine.server.chat_body import CHAT, ChatOptions, chat_options
-from fengine.server.errors import ApiError, invalid, missing, unsupported
+from fengine.server.errors import invalid, missing, unsupported
 from fengine.server.fields import Field, Fields, flag, loose, one_of, whole
 
 MAX_TEXTS = 65536  # prompts of one body
@@ -154,9 +154,9 @@ READERS: dict[str, Callable[[Mapping[str, Any], int], OpenAIRequest]] = {
 def read_body(url: Any, body: Any, max_samples: int) -> OpenAIRequest:
     """A body of one of the paths of READERS. Pure. Errors: ApiError."""
     if not isinstance(url, str) or url not in READERS:
-        raise ApiError(400, f"url must be one of {', '.join(READERS)}, got {url!r:.80}.", "url", "invalid_value")
+        raise invalid("url", f"url must be one of {', '.join(READERS)}, got {url!r:.80}.")
     if not isinstance(body, Mapping):
-        raise ApiError(400, f"the body must be a JSON object, got {type(body).__name__}.", "body", "invalid_value")
+        raise invalid("body", f"the body must be a JSON object, got {type(body).__name__}.")
     return READERS[url](body, max_samples)
 
 

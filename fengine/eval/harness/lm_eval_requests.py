@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fengine.api.generate_input import NOTHING_DRAWN
 from fengine.core.request import derive_seed
 from fengine.core.sampling_params import PARAMETERS
 from fengine.core.scalars import flag, integer, number
@@ -105,9 +106,6 @@ def cut_text(text: str, until: Sequence[str], think_end: str | None = None) -> s
     return text
 
 
-NO_NEW_TOKENS = {"max_new_tokens": 0, "temperature": 0.0}
-
-
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """The continuation of request `index`: the fed tokens from `start` on, and `last`."""
@@ -161,7 +159,7 @@ def arguments(reads: Sequence[PromptRead]) -> dict[str, Any]:
     """What `Engine.generate` is called with. Pure."""
     return {
         "input_ids": [list(read.ids) for read in reads],
-        "sampling_params": dict(NO_NEW_TOKENS),
+        "sampling_params": dict(NOTHING_DRAWN),
         "return_logprob": True,
         "logprob_start_len": [read.start - 1 if read.start < len(read.ids) else -1 for read in reads],
         "top_logprobs_num": 1,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from fengine.api.generate_input import NOTHING_DRAWN
 from fengine.core.request import derive_seed
 from fengine.core.sampling_params import RECOMMENDED
 from fengine.errors import (
@@ -27,7 +28,6 @@ from fengine.server.output_parser import parser_of, thought_facts
 UNSET = SamplingConfig()
 MAX_RECORD = MAX_LINE - 1024  # bytes; beside it there is the head
 FATAL = (EngineDeadError, EngineClosedError, StorageError)  # not a row's own
-NO_NEW_TOKENS = {"max_new_tokens": 0, "temperature": 0.0}
 Watcher = Callable[[str], None]  # gets a text as it grows
 
 
@@ -114,7 +114,7 @@ class Asker:
         options = self._options | ({"lora_path": ask.adapter} if ask and ask.kind == "judge" else {})
         options |= {"image_data": list(ask.images)} if ask and ask.images else {}
         return await self.engine.async_generate(
-            input_ids=part.ids, sampling_params=NO_NEW_TOKENS, logprob_start_len=part.start - 1, **options
+            input_ids=part.ids, sampling_params=NOTHING_DRAWN, logprob_start_len=part.start - 1, **options
         )
 
     def _joined(self, ask: Ask) -> Scored:
