@@ -9,6 +9,7 @@ from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
 from fengine.server.answers import event, finish_reason, new_id
 from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
+from fengine.server.chat_body import CHAT
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Fields, array, flag, loose, one_of, record, sampling_fields, take, text, whole
 
@@ -20,9 +21,7 @@ FIELDS: Fields = {
     "max_output_tokens": loose("Most tokens to draw.", "integer"),
     "stream": flag("Answer with events."),
     "stream_options": record("include_obfuscation: accepted; nothing is obfuscated."),
-    "tools": array("Functions that the model may call."),
-    "tool_choice": loose("auto, none, required, or a function by name."),
-    "parallel_tool_calls": flag("More than the first call is told.", True),
+    **{name: CHAT[name] for name in ("tools", "tool_choice", "parallel_tool_calls")},
     "reasoning": record("effort."),
     "text": record("format: text, json_object or json_schema."),
     "include": array("message.output_text.logprobs."),
