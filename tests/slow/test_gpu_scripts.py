@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_gpu
 import check_device
 import profile_gpu
-import sanitize
 from floors import cached_prefixes, floor, shape
 from measure import Budget
 from profile_gpu import Kernel, Progress
@@ -173,29 +172,3 @@ def test_a_case_on_a_device_tells_what_differs_and_how_an_error_ends(
     assert re.fullmatch(r"\d of 8 rows differ, first row \d .*", rows["differs"]["found"]["in FP8"])
     assert rows["fails"]["error"] and "Traceback" in rows["fails"]["trace"]
     assert rows["proves nothing"]["found"]["preempted"] == "proves nothing: no preemptions"
-
-
-def test_what_a_sanitizer_reports_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One case of each test, in processes of their own; what fails without the tool fails the whole."""
-    saved: dict[str, Any] = {}
-    for name, made in (("need_gpu", lambda parser: None), ("save", lambda name, found, out: saved.update(found))):
-        monkeypatch.setattr(sanitize, name, made)
-    monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
-    monkeypatch.setattr(sanitize, "collected", lambda paths: [f"t.py::test_{i}[{x}]" for i in range(9) for x in "ab"])
-    monkeypatch.setattr(sys, "argv", ["sanitize.py", "--tool", "memcheck"])
-    for tool, failed, reports, status in (("memcheck", False, 3, 1), (None, True, 0, 1), (None, False, 0, 0)):
-
-        def run(given: str | None, ids: list[str], end: float, tool: Any = tool, failed: Any = failed) -> Any:
-            found = {"a read": 1} if given and given == tool else {}
-            return {"cases": ids, "passed": not (failed and given == tool), "reports": found}
-
-        monkeypatch.setattr(sanitize, "run", run)
-        with pytest.raises(SystemExit) as end:
-            sanitize.main()
-        assert int(end.value.code or 0) == status and sum(saved["memcheck"]["reports"].values()) == reports
-        assert saved["memcheck"]["passed"] == len(saved["cases"]) == 9
-
-
-def test_cases_that_cannot_be_collected_end_the_sanitizer() -> None:
-    with pytest.raises(SystemExit, match="cannot be collected"):
-        sanitize.collected(["tests/ops/none.py"])
