@@ -125,7 +125,7 @@ def pack(arrays: Arrays, targets: Iterable[Target]) -> None:
             continue
         held = len(source)
         target[:held] = source
-        if held < len(target):
+        if held < len(target) and blank is not None:
             target[held:] = source[-1] if last else blank
 
 

@@ -63,6 +63,12 @@ def test_the_same_words_and_seed_are_the_same_answer(engine: Engine) -> None:
     assert again.messages == first != other.messages
 
 
+@pytest.mark.parametrize("typed", ["", "x", "--5", "1.5", "9" * 19])
+def test_a_seed_that_is_none_is_told(engine: Engine, typed: str) -> None:
+    chat, screen = talk(engine, "/seed 3", f"/seed {typed}")
+    assert chat.seed == 3 and "/seed takes a whole number" in screen and repr(typed) in screen.replace("\n", "")
+
+
 def test_what_is_typed_beside_words(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "talk.jsonl"
     chat, screen = talk(

@@ -2,6 +2,7 @@
 Exit codes: 0 ended by /exit or the end of input, 1 the engine died, 2 usage or configuration."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +97,10 @@ class Chat:
             self.messages.clear()
         elif name == "undo":
             del self.messages[-2:]
-        elif name == "seed" and value.lstrip("-").isdecimal() and len(value) < 20:
+        elif name == "seed":
+            if not re.fullmatch(r"-?\d{1,18}", value):
+                self._tell(f"/seed takes a whole number of at most 18 digits, as in /seed 7, not {value!r}")
+                return
             self.seed = int(value)
         elif name == "system":
             self.system = value or None
