@@ -14,7 +14,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# No example is judged by how long a busy machine takes for it.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -68,7 +68,7 @@ class Parts:
             return
         self.closed = True
         if self.core.owns_thread():
-            threading.Thread(target=self._close, name="fengine-close").start()
+            threading.Thread(target=self._close, name="fengine-close", daemon=False).start()  # its maker is a daemon
         else:
             self._close()
 

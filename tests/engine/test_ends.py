@@ -184,6 +184,28 @@ def test_a_processor_may_shut_its_engine_down() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
 
 
+def test_a_process_waits_for_the_end_that_a_processor_asked_for() -> None:
+    done = run(
+        "import threading\n"
+        "from checksum import *\n"
+        "from fengine.errors import *\n"
+        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
+        "engine = Engine.from_parts(checksum_parts())\n"
+        "def late():\n"
+        "    threading.main_thread().join()  # which has begun to exit\n"
+        "    print('ended by a daemon' if threading.current_thread().daemon else 'ended', flush=True)\n"
+        "engine._parts.memory.close = late\n"
+        "def processor(logits, params):\n"
+        "    engine.shutdown()\n"
+        "    return logits\n"
+        "try:\n"
+        "    engine.generate(input_ids=[1], sampling_params={'max_new_tokens': 9}, custom_logit_processor=processor)\n"
+        "except EngineClosedError:\n"
+        "    print('closed', flush=True)\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\nended\n", "")
+
+
 def declare_dead(engine: Engine) -> None:
     """As when a rank has died for whose words the loop waits."""
     engine._parts.core.inbox.close(EngineDeadError("rank 1 of 2 has ended"))
