@@ -105,7 +105,11 @@ def contiguous(x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tens
     return x if x.is_contiguous() else x.contiguous()
 
 
-integers = partial(contiguous, dtype=torch.int32)
+def integers(x: Tensor, name: str) -> Tensor:
+    """As `contiguous`, of int32, without a second call: a short step has forty of these."""
+    if x.dtype != torch.int32:
+        return contiguous(x, name, torch.int32)
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def readable(w: Tensor, name: str) -> Tensor:
