@@ -167,34 +167,23 @@ def test_a_processor_that_asks_its_engine_is_answered_or_refused() -> None:
         assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})["meta_info"]
 
 
-def test_a_processor_may_shut_its_engine_down() -> None:
-    done = run(
-        "from checksum import *\n"
-        "from fengine.errors import *\n"
-        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
-        "engine = Engine.from_parts(checksum_parts())\n"
-        "def processor(logits, params):\n"
-        "    engine.shutdown()\n"
-        "    return logits\n"
-        "try:\n"
-        "    engine.generate(input_ids=[1], sampling_params={'max_new_tokens': 9}, custom_logit_processor=processor)\n"
-        "except EngineClosedError:\n"
-        "    print('closed')\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
+LATE = (
+    "def late():\n"
+    "    threading.main_thread().join()  # which has begun to exit\n"
+    "    print('ended by a daemon' if threading.current_thread().daemon else 'ended', flush=True)\n"
+    "engine._parts.memory.close = late\n"
+)
 
 
-def test_a_process_waits_for_the_end_that_a_processor_asked_for() -> None:
+@pytest.mark.parametrize(("late", "told"), [("", "closed\n"), (LATE, "closed\nended\n")])
+def test_a_processor_may_shut_its_engine_down(late: str, told: str) -> None:
+    """The process waits for the end, which another thread brings about."""
     done = run(
         "import threading\n"
         "from checksum import *\n"
         "from fengine.errors import *\n"
         "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
-        "engine = Engine.from_parts(checksum_parts())\n"
-        "def late():\n"
-        "    threading.main_thread().join()  # which has begun to exit\n"
-        "    print('ended by a daemon' if threading.current_thread().daemon else 'ended', flush=True)\n"
-        "engine._parts.memory.close = late\n"
+        f"engine = Engine.from_parts(checksum_parts())\n{late}"
         "def processor(logits, params):\n"
         "    engine.shutdown()\n"
         "    return logits\n"
@@ -203,7 +192,7 @@ def test_a_process_waits_for_the_end_that_a_processor_asked_for() -> None:
         "except EngineClosedError:\n"
         "    print('closed', flush=True)\n"
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\nended\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
 
 
 def declare_dead(engine: Engine) -> None:
