@@ -6,7 +6,8 @@
 Weights are random, so acceptance is forced: the head computes every guess, and a guess is then put in its place that is
 right with such a chance that a try of five has the published length, 3.3 tokens with its own (vllm #20780); the answers
 are those of a run without drafts. `unpredictable` keeps the head's own guesses, which are never right. Tokens and bits
-of logprobs that differ from the run without drafts are counted, and must be 0.
+of logprobs that differ from the run without drafts are counted, and must be 0. `step by step`: no guesses before the
+step in front of them is read.
 """
 
 import json
@@ -114,8 +115,10 @@ def compared(llm: Engine, rows: int, tokens: int, vocab: int, runs: int) -> dict
     call = calls(rows, tokens, vocab)
     _, want = timed(llm, call, None)
     truth = {tuple(ids): o["output_ids"] for ids, o in zip(call["input_ids"], want, strict=True)}
+    forced = replace(on, propose=Forced(on.propose, truth))
     sides: dict[str, Speculation | None] = {
-        "off": None, "forced": replace(on, propose=Forced(on.propose, truth)), "unpredictable": on,
+        "off": None, "forced": forced, "forced, step by step": replace(forced, go_ahead=lambda output: None),
+        "unpredictable": on,
     }  # fmt: skip
     sides |= {f"wrong {k}": replace(on, propose=Forced(None, truth, k)) for k in (1, 5)}
     speeds: dict[str, list[float]] = {name: [] for name in sides}

@@ -194,7 +194,7 @@ def use_draft_graphs(parts: Parts, monkeypatch: Any) -> Graphs:
     def reopen() -> None:
         kv = stepper.kv.take()
         stepper.kv = KVHandle(kv)
-        speculation.open(kv, stepper.input_batch, stepper.runner.guess_token_S)
+        speculation.open(kv, stepper.input_batch, stepper.runner.last_token_R)
         speculation.warm_up()
 
     in_loop(parts.core, reopen)

@@ -114,6 +114,7 @@ class Scheduler:
         """The next step, or None if nothing can be done before the next `update` or `add`."""
         output = SchedulerOutput(self._steps_scheduled)
         if self._in_flight and self.speculation and pays(self._rows, self.speculation):
+            self.speculation.go_ahead(self._in_flight[-1])
             return None  # drafts begin behind tokens that are known
         left = self.max_step_tokens - self._schedule_decoding(output)
         for request in list(self._rows.prompting):

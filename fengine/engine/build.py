@@ -127,7 +127,7 @@ def assemble(
     group = None if ranks is None else ranks.join(dock_of(config, spec), loaded.origin)
     worker = make_worker(config, loaded, features, group, 0 if speculation is None else speculation.kv_bytes)
     if speculation is not None:
-        speculation.open(worker.kv, worker.input_batch, worker.runner.guess_token_S)
+        speculation.open(worker.kv, worker.input_batch, worker.runner.last_token_R)
         speculation.warm_up()
     size, kv_dtype, adapters = worker.size, worker.kv_dtype, worker.adapters
     slots, images = 0 if adapters is None else adapters.slots, image_rows(config, loaded.params)
@@ -158,12 +158,12 @@ def kv_maker(
     config: EngineConfig, spec: ModelSpec, worker: Worker, speculation: Speculation | None
 ) -> Callable[[], KVState]:
     """Of empty KV states, a draft's beside it. It names no worker, whose first KV state it would keep."""
-    empty, input_batch, guesses = pool_of(config, spec, worker), worker.input_batch, worker.runner.guess_token_S
+    empty, input_batch, tokens = pool_of(config, spec, worker), worker.input_batch, worker.runner.last_token_R
 
     def new_kv() -> KVState:
         kv = empty()
         if speculation is not None:
-            speculation.open(kv, input_batch, guesses)
+            speculation.open(kv, input_batch, tokens)
         return kv
 
     return new_kv

@@ -11,11 +11,9 @@ Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invarian
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import accumulate, chain, takewhile
 from math import fsum  # Pythons differ in how they sum floats
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +21,15 @@ from torch import Tensor
 
 from fengine.core.masks import Filled, MaskRow
 from fengine.core.request import Request
-from fengine.core.scheduler_output import Drafts
+from fengine.core.scheduler_output import Drafts, SchedulerOutput
 from fengine.core.speculation import Ask, Late, gain_of, tolls
 from fengine.errors import ConfigError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
-from fengine.speculative.chain import SLOTS, Chain, Guide, Head
-from fengine.speculative.pace import ALL, REST, SCOUTS, Cost, Pace
+from fengine.speculative.ahead import Ahead, tries_of
+from fengine.speculative.chain import SLOTS, TRY, Chain, Guide, Head
+from fengine.speculative.memo import Chained, Memo, hopes_at
+from fengine.speculative.pace import ALL, SCOUTS, Cost, Pace
 from fengine.worker.fields import Arrays
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits.bias import LogitBias
@@ -39,50 +39,6 @@ from fengine.worker.step_input import StepInput
 
 logger = logging.getLogger("fengine")
 CATCH_UP = 4096  # tokens computed in one go: long prompts must not hold up the loop, nor take its memory
-
-
-@dataclass(slots=True)
-class Memo:
-    """What the draft knows of a request. Modifies: itself."""
-
-    pace: Pace
-    done: int = 0  # tokens whose KV is written
-    guesses: list[int] = field(default_factory=list)  # behind the `known` tokens of the last try
-    known: int = 0
-    room: int = 0  # tokens that pages of its own held then
-    cursor: Any = None  # where the known tokens stand in its grammar
-
-    def learn(self, ask: Ask, behind: int) -> None:
-        """Takes what became of the last try: guesses that were drawn are computed already, but for a draft that has
-        gone on from its own stream where the target's is known now."""
-        ids, drafting = ask.request.token_ids, ask.drafting
-        if drafting.last is not None:
-            self.pace.learn(*drafting.last, len(ids))
-            drafting.last = None
-            self.tell(ask)
-        pairs = zip(self.guesses[:-1], ids[self.known :], strict=False)  # the last one was not computed
-        right = 0 if behind else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        done = max(self.done, min(self.known - behind + right, self.room))
-        self.done, self.guesses = min(done, len(ids) - behind - 1), []  # what the last token gives is needed
-
-    def tell(self, ask: Ask) -> None:
-        """When it is to be asked again, and what for. Modifies: the ask's drafting."""
-        drafting = ask.drafting
-        drafting.rest_until = drafting.try_from = self.pace.resume_at - 1
-        drafting.gain = self.pace.gain
-        drafting.hope_from = hopes_at(ask)
-
-
-def hopes_at(ask: Ask) -> int:
-    """From so many computed tokens on it is as a new request, if nobody tries it before. Pure."""
-    return len(ask.request.token_ids) + 2 * REST + ask.request.num_output
-
-
-class Chained(NamedTuple):
-    """A run of the chain: who is guessed for, whether all it knows is seen then, and what waits for the guesses."""
-
-    rows: list[tuple[Ask, Memo, bool]]
-    guesses: Callable[[], np.ndarray]
 
 
 class DraftModel:
@@ -96,6 +52,7 @@ class DraftModel:
         self.most, self.cost, self.rows, self.graphs = most, cost, rows, graphs
         self.hope = Pace(most, cost).gain
         self.chained: Chained | None = None  # whose guesses are not known yet
+        self.ahead: Ahead | None = None  # the run that the next proposals may be of
         self.broken = False  # it was told that logits are not finite
         self.scouts: list[Pace] = []  # of the rows that were tried for others
         self.pages: int  # of the target; behind them lie those of row slots
@@ -107,28 +64,32 @@ class DraftModel:
                 f"({page_size})"
             )
 
-    def open(self, target: KVState, batch: InputBatch, guess_token_S: Tensor) -> None:
-        """Makes the draft's KV: the target's pages, and one for each row slot. `guess_token_S`: from where steps can be
-        fed with guesses, if there is any."""
-        self.pages, self.batch = target.num_pages, batch
+    def open(self, target: KVState, batch: InputBatch, last_token_R: Tensor) -> None:
+        """Makes the draft's KV: the target's pages, and one for each row slot. `last_token_R`: where steps leave their
+        draws, and behind these the guesses that steps can be fed with, if they can."""
+        self.pages, self.batch, self.ahead = target.num_pages, batch, None
         slots, width = batch.page_table.shape
         kv = init_kv(self.spec, self.pages + slots, self.page_size, self.kv_dtype, target.k_PSGK[0].device)
         edits = [stage for name, stage in batch.stages.items() if name in (Penalties.name, LogitBias.name)]
         streams = next(iter(target.feature_PSX), None)
         self.chain = Chain(
             self.head, kv, streams, edits, width + 1, min(self.rows, slots), self.most, CATCH_UP, self.graphs,
-            guess_token_S if len(guess_token_S) else None,
+            last_token_R, last_token_R[batch.guesses[0] :],
         )  # fmt: skip
 
     def warm_up(self) -> None:
         self.chain.warm_up()
 
     def release(self, kv: bool) -> None:
+        if self.ahead is not None:
+            self.ahead.guesses()  # it reads what is released
+        self.ahead = None
         self.chain.release(kv)
 
     def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
         """One proposal for each ask; none where the draft has to catch up, or has been wrong."""
         self.reveal()  # what a step was not fed with
+        ahead, self.ahead = self.ahead, None
         for ask in asks:
             if ask.drafting.memo is None:
                 ask.drafting.memo, ask.drafting.last = Memo(Pace(self.most, self.cost)), None
@@ -138,7 +99,7 @@ class DraftModel:
         if gain <= tolls(len(asks), self.cost.toll, self.cost.crowd):  # by what has just been learnt
             return [[] for _ in asks]
         sizes = self._sizes(asks)
-        found = self._propose([asks[i] for i in sizes], max(sizes.values(), default=0))
+        found = self._propose([asks[i] for i in sizes], max(sizes.values(), default=0), ahead)
         proposals = dict(zip(sizes, found, strict=True))
         kind = list if self.chained is None else Late
         return [kind(proposals.get(i, [])[: sizes.get(i)]) for i in range(len(asks))]
@@ -194,8 +155,31 @@ class DraftModel:
                 memo.tell(ask)
         return {ask.request: found for (ask, _, _), found in zip(rows, found_RK, strict=True)}
 
-    def _propose(self, asks: list[Ask], count: int) -> list[list[int]]:
+    def go_ahead(self, output: SchedulerOutput) -> None:
+        """Guesses what follows a step in flight, where all of its rows are going to want that. Modifies: the KV
+        state."""
+        if self.chained is None or not (tries := tries_of(self.chained, output, self.head.behind)):
+            return
+        memos, slots = [memo for _, memo, _ in self.chained.rows], [ask.request.slot for ask, *_ in self.chained.rows]
+        count = max(memo.pace.size for memo in memos)
+        longest = max(each.known + each.tried for each in tries) + 1 + count
+        if longest > self.spec.max_position:
+            return
+        told = [-(-(each.known + each.tried) // self.page_size) for each in tries]
+        arrays = self._sampled(slots) | {
+            "kv_len_R": np.zeros(len(slots), np.int32), "page_table_RN": self._table(slots, told, longest),
+            TRY.name: np.array(tries, np.int32).T,
+        }  # fmt: skip
+        tokens = sum(each.unseen(self.head.behind) for each in tries)
+        self.ahead = Ahead(memos, count, self.chain.run_behind(arrays, tokens, count))
+
+    def _propose(self, asks: list[Ask], count: int, ahead: Ahead | None) -> list[list[int]]:
         """`count` guesses for each, none where the draft has to catch up. Modifies: the KV state, the memos."""
+        if ahead is not None and (taken := ahead.rows_of(asks)):
+            for ask in asks:
+                self._see(ask, ahead.count)
+            self.chained = Chained([(ask, ask.drafting.memo, True) for ask in asks], lambda: ahead.guesses()[taken])
+            return [list(ask.drafting.memo.guesses) for ask in asks]
         rows, chunks, left = [], [], CATCH_UP
         for ask in asks:
             unseen = ask.request.token_ids[ask.drafting.memo.done + self.head.behind :][:left]
@@ -222,39 +206,47 @@ class DraftModel:
             seen = memo.done + self.head.behind >= known
             rows.append((ask, memo, seen))
             if seen:
-                memo.known, memo.room = known, self._told(ask) * self.page_size
-                memo.done, memo.guesses = min(memo.done, memo.room), [0] * count
+                self._see(ask, count)
         self.chained = Chained(rows, self.chain.run(arrays, stages, count, guide))
-        if stages or guide is not None or self.chain.guess_token_S is None or not all(ask.late for ask in asks):
+        if stages or guide is not None or not self.chain.feeds or not all(ask.late for ask in asks):
             self.reveal()
+
+    def _see(self, ask: Ask, count: int) -> None:
+        """Modifies: its memo."""
+        ask.drafting.memo.see(
+            len(ask.request.token_ids), self._told(ask) * self.page_size, self.head.behind, count
+        )  # fmt: skip
 
     def _arrays(self, asks: list[Ask], chunks: list[list[int]], count: int) -> Arrays:
         """The chain's FIELDS: the chunk of each row behind what is done, and how it draws."""
         slots = [ask.request.slot for ask in asks]
         counts = [len(chunk) for chunk in chunks]
         ends = [ask.drafting.memo.done + n for ask, n in zip(asks, counts, strict=True)]
-        table_RN = self._table(asks, slots, max(ends) + count)
+        table_RN = self._table(slots, [self._told(ask) for ask in asks], max(ends) + count)
         q_start_B, end_R = np.array([0, *accumulate(counts)], np.int32), np.array(ends, np.int32)
         last_R = q_start_B[1:] - 1
         row_T = np.repeat(np.arange(len(asks), dtype=np.int32), counts)
         pos_T = np.arange(len(row_T), dtype=np.int32) + (end_R - last_R - 1)[row_T]
         page_T, offset_T = np.divmod(pos_T, self.page_size)
-        slot_R = np.array(slots, np.int32)
         arrays = {
             "token_T": np.array([*chain.from_iterable(chunks)], np.int32), "pos_T": pos_T,
             "slot_T": table_RN[row_T, page_T] * self.page_size + offset_T, "q_start_B": q_start_B, "kv_len_R": end_R,
-            "page_table_RN": table_RN, "logit_index_R": last_R, "pos_R": end_R + self.head.behind, SLOTS.name: slot_R,
+            "page_table_RN": table_RN, "logit_index_R": last_R, "pos_R": end_R + self.head.behind,
         }  # fmt: skip
-        return arrays | {name: values.take(slot_R) for name, values in self.batch.sampling.items()}
+        return arrays | self._sampled(slots)
 
-    def _table(self, asks: list[Ask], slots: list[int], longest: int) -> np.ndarray:
-        """Page tables [R, N]; behind the pages of what is computed, which were told, the row slot's own page."""
+    def _sampled(self, slots: list[int]) -> Arrays:
+        """How rows draw, and SLOTS."""
+        slot_R = np.array(slots, np.int32)
+        return {SLOTS.name: slot_R} | {name: values.take(slot_R) for name, values in self.batch.sampling.items()}
+
+    def _table(self, slots: list[int], told: list[int], longest: int) -> np.ndarray:
+        """Page tables [R, N]; behind so many pages that were told, of what is computed, the row slot's own page."""
         width = -(-longest // self.page_size)
-        table_RN = np.empty((len(asks), width), np.int32)
-        for row, ask, slot in zip(table_RN, asks, slots, strict=True):
-            told = min(self._told(ask), width)
-            row[:told] = self.batch.page_table[slot, :told]
-            row[told:] = self.pages + slot
+        table_RN = np.empty((len(slots), width), np.int32)
+        for row, slot, pages in zip(table_RN, slots, told, strict=True):
+            row[:pages] = self.batch.page_table[slot, : min(pages, width)]
+            row[pages:] = self.pages + slot
         return table_RN
 
     def _told(self, ask: Ask) -> int:

@@ -1,6 +1,6 @@
 """How many guesses of a request are worth a try, by how its tries before fared. A pure function of its own tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 FADE = 0.85  # of what is known, with each try
@@ -58,6 +58,12 @@ class Pace:
     def new(self) -> bool:
         """Whether nothing is known of its guesses, or not any more."""
         return self.seen == SURE
+
+    def sure(self, tried: int) -> bool:
+        """Whether the next try comes even if nothing of this one is right. Pure."""
+        worst = replace(self)
+        worst.learn(tried, 0, 0)
+        return not worst.rest
 
     def stop(self) -> None:
         self.resume_at = NEVER

@@ -102,7 +102,7 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
         both if drafts.ngram_first else model, most, tokens, target.vocab_size, rows + 1,
         waits=True, mixed=drafts.ngram_first, hope=hope.gain, toll=cost.toll, crowd=cost.crowd, open=model.open,
         warm_up=model.warm_up, release=model.release, reveal=None if drafts.ngram_first else model.reveal,
-        feature_layers=layers,
+        go_ahead=model.go_ahead, feature_layers=layers,
         kv_bytes=kv_bytes_per_token(head.spec, kv_dtype) + len(layers) * target.hidden_size * kv_dtype.itemsize,
     )  # fmt: skip
 

@@ -5,8 +5,10 @@ The draft is the target itself: where its guesses go through the same edits and 
 
 import json
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,49 @@ def test_steps_are_fed_with_guesses_that_the_host_does_not_know(
     assert len(late) < len(told)
     if draft == "box":
         assert stats["correct_draft_tokens"] > 0.9 * stats["draft_tokens"]
+
+
+@pytest.mark.parametrize("draft", ["box", "EAGLE3"])
+def test_chains_that_go_on_before_a_step_is_read_guess_the_same(
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that begin and end at different steps, over page edges. The oracle begins every chain when all tokens are
+    known. The draft's temperature is another, so that of a try any number is right."""
+    settings = BOX | {"disable_overlap_schedule": False} | SELF | (eagle(tmp_path) if draft == "EAGLE3" else {})
+    params: Any = [{"max_new_tokens": 14 + 6 * i, "sampling_seed": i, "temperature": 0.5 * (i % 3)} for i in range(4)]
+    found, taken = [], Counter[bool]()
+    for ahead in (False, True):
+        with Engine(**settings) as llm:
+            use_graphs(llm._parts, monkeypatch)
+            use_draft_graphs(llm._parts, monkeypatch)
+            scheduler = llm._parts.core.stepper.scheduler
+            speculation: Any = scheduler.speculation
+            model = speculation.propose
+            sampled, run_behind = model._sampled, model.chain.run_behind
+
+            def warmer(slots: list[int], sampled: Any = sampled) -> Any:
+                arrays = sampled(slots)
+                return arrays | {"temperature_R": arrays["temperature_R"] * 2}
+
+            def counted(*args: Any, run_behind: Any = run_behind) -> Any:
+                taken[False] += 1
+                guesses = run_behind(*args)
+                return lambda: (taken.update([True]), guesses())[1]
+
+            monkeypatch.setattr(model, "_sampled", warmer)
+            monkeypatch.setattr(model.chain, "run_behind", counted)
+            if not ahead:
+                off = replace(speculation, go_ahead=lambda output: None)
+                in_loop(llm._parts.core, lambda scheduler=scheduler, off=off: setattr(scheduler, "speculation", off))
+            outputs: Any = [llm.generate([STORY] * n, params[:n], return_logprob=True) for n in (1, 4)]
+            found.append([
+                (told["output_token_logprobs"], {name: told[name] for name in told if name.startswith("spec_")})
+                for output in outputs for told in (each["meta_info"] for each in output)
+            ])  # fmt: skip
+            assert bool(taken) == ahead
+    assert found[0] == found[1] and taken[True] > 7
+    tries = zip_longest(*(told["spec_correct_drafts_histogram"] for _, told in found[0]), fillvalue=0)
+    assert draft == "EAGLE3" or list(map(any, tries)) == [True] * 5
 
 
 def same(logits: Tensor, params: list[dict[str, Any]]) -> Tensor:

@@ -188,7 +188,7 @@ def test_what_was_drawn_in_a_rest_is_caught_up_with(
 ) -> None:
     """Also over a cached prefix, and where a request is preempted while it rests."""
     monkeypatch.setattr(proposers, "_cost", lambda *_: Cost(0.1, 0.1, 0.25, 0.005))
-    for module in ("pace", "draft"):
+    for module in ("pace", "memo"):
         monkeypatch.setattr(f"fengine.speculative.{module}.REST", 3)
     draft = write_draft(tmp_path)
     greedy = guessed(target, draft, monkeypatch, speculative_adaptive=True, max_running_requests=3, **settings)

@@ -146,6 +146,37 @@ def test_edges(dtype: torch.dtype):
     assert all(a.equal(b) for a, b in zip(*told, strict=True)) and (told[0][0][:, 3] == -1).equal(fed)
 
 
+def catch_up_case(rows: int, most: int, size: int, behind: int, seed: int) -> tuple[Any, Any]:
+    """What `catch_up` reads and writes, of few ids, so that any number of guesses is right; padded rows and tokens."""
+    draw = random.Random(seed)
+    tries, at = [], rows
+    for row in range(rows):
+        known, tried = draw.randrange(2, 40), draw.randrange(1, most + 1)
+        room = min(-(-(known - 1) // size) * size, known - 1 + size)
+        tries.append((known, tried, row, at, 0 if behind else draw.randrange(tried - 1, most), room, draw.randrange(9)))
+        at += tried
+    drawn = [draw.choice([-1, 0, 1, 1, 1, 1]) for _ in range(at)]
+    slots = draw.sample(range(rows + 3), rows)
+    guesses = [draw.choice([0, 1, 1, 1]) for _ in range((rows + 3) * most)]
+    table = [[draw.randrange(1, 99) for _ in range(48 // size + 2)] for _ in range(rows + 2)]
+    reads = (drawn, guesses, [*slots, 0, 0], [[*x, 0, 0] for x in zip(*tries, strict=True)], table)
+    tokens = rows * (most + 2)
+    writes = [torch.zeros(n).int().to(DEVICE) for n in (tokens, tokens, tokens, rows + 3, rows + 2, rows + 2, rows + 2)]
+    return [torch.tensor(x).int().to(DEVICE) for x in reads], writes
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize(("rows", "most", "size"), [(1, 1, 8), (1, 5, 16), (9, 4, 8), (40, 7, 16)])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=on_device) for s in (0, 1, 2)])
+def test_what_a_chain_catches_up_with(rows: int, most: int, size: int, behind: int, seed: int):
+    reads, ours = catch_up_case(rows, most, size, behind, seed)
+    sizes: Any = (rows, most, size, behind)
+    host: Any = [x.cpu() for x in [*reads, *ours]]
+    for run, tensors in ((go_on.catch_up_launch, [*reads, *ours]), (go_on.catch_up_on_cpu, host)):
+        run(*[*tensors, *sizes])
+    assert all(a.cpu().equal(b) for a, b in zip(ours, host[5:], strict=True)) and host[8].diff()[:rows].min() > 0
+
+
 @kernel_test
 def test_silu_mul(dtype: torch.dtype):
     x = put(normal(5, 2 * 1037) * 4, dtype)

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fengine.core.request import Drafting, Request, SamplingParams
 from fengine.core.speculation import Ask, Speculation, gain_of, pays
-from fengine.speculative.draft import DraftModel, Memo
+from fengine.speculative.draft import DraftModel
+from fengine.speculative.memo import Memo
 from fengine.speculative.pace import GROWTH, LONGEST, REST, WAIT, Cost, Pace
 from fengine.speculative.proposers import EXPERTS, HOST, LEAST_GUESS, times_of
 
@@ -43,6 +46,16 @@ def test_what_can_be_guessed_is_nearly_as_fast_as_the_best_fixed_number(chance: 
 
     speeds = [played(chance, 2048, seed)[0] for seed in range(20)]
     assert sum(speeds) / len(speeds) > 0.92 * max(fixed(size) for size in range(1, 6))
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), max_size=12), st.integers(1, 5))
+def test_a_pace_is_sure_where_a_try_in_vain_ends_in_another(tries: list[tuple[int, int]], tried: int) -> None:
+    pace = Pace(5, Cost(PRICE, 0.1))
+    for known, (count, right) in enumerate(tries):
+        pace.learn(count, min(right, count), known)
+    sure = pace.sure(tried)
+    pace.learn(tried, 0, 99)
+    assert sure == (pace.resume_at < 99)
 
 
 def test_who_is_not_tried_for_long_is_as_new_again() -> None:
@@ -138,7 +151,8 @@ def test_what_tries_bring_is_summed_alike_by_every_python() -> None:
     model._hear([ask] * 10)
     assert model.scouts and ask.drafting.rest_until == 0
     tried: list[Any] = []
-    model.chained, model.head, model.hope = None, SimpleNamespace(behind=0), 0.1
+    model.chained = model.ahead = None
+    model.head, model.hope = SimpleNamespace(behind=0), 0.1
     ask.request = SimpleNamespace(token_ids=[1])
-    model._sizes, model._propose = lambda asks: tried.append(asks) or {}, lambda asks, most: []
+    model._sizes, model._propose = lambda asks: tried.append(asks) or {}, lambda asks, most, ahead: []
     assert model([ask] * 10) == [[]] * 10 and tried
