@@ -61,7 +61,7 @@ def spec_from_hf(config: Config, padded: bool = False) -> ModelSpec:
         read.problems.append(f"max_position_embeddings ({rows}) leaves no position behind that of padding ({offset})")
     read.done(config["architectures"][0])
     facts = {"rms_norm_eps": eps, "max_position_embeddings": rows - offset}
-    act = GELU_ALL.get(config["hidden_act"] or "gelu", "")
+    act = GELU_ALL.get(str(config["hidden_act"] or "gelu"), "")
     spec = decoder_spec(
         config | facts, activation=("hidden_act", tuple(GELU_ALL)), act=act, causal=False,
         generates=False, layer_norm=True, norm_bias=True, embed_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True,

@@ -94,6 +94,8 @@ def spec3_from_hf(config: Config) -> ModelSpec:
     read = ConfigReader(config)
     both_ways = read.flag("use_bidirectional_attention")
     read.done(config["architectures"][0])
+    if both_ways:  # transformers would take other windows
+        refuse_others(config, {"is_causal": True})
     if both_ways and config["sliding_window"] is not None:
         config = config | {"sliding_window": (sliding_window(config) or 0) // 2 + 1}
     causal = {"causal": False} if both_ways else {}

@@ -18,8 +18,8 @@ from fengine.models.weights import EMBEDDING, Weight, decoder_weights, prenorm_l
 OWN = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_activation",
     "max_position_embeddings", "norm_eps", "norm_bias", "attention_bias", "mlp_bias", "layer_types", "rope_parameters",
-    "local_attention", "global_rope_theta", "local_rope_theta", "global_attn_every_n_layers", "classifier_pooling",
-    "classifier_bias", "classifier_activation",
+    "local_attention", "sliding_window", "global_rope_theta", "local_rope_theta", "global_attn_every_n_layers",
+    "classifier_pooling", "classifier_bias", "classifier_activation",
 )  # fmt: skip
 HEADS = ("decoder_bias", "tie_word_embeddings", "sparse_prediction", "sparse_pred_ignore_index")
 FIELDS = {
@@ -43,13 +43,14 @@ def spec_from_hf(config: Config) -> ModelSpec:
     if config["architectures"][0].endswith("Classification"):
         refuse_others(config, {"classifier_activation": "gelu", "norm_eps": EPS})
     read = ConfigReader(config)
-    eps, reach = read.number("norm_eps", 0.0, 1.0), read.size("local_attention", 1 << 27, least=2) // 2
+    eps, both_sides = read.number("norm_eps", 0.0, 1.0), read.size("local_attention", 1 << 27, least=2)
+    reach = read.size("sliding_window", 1 << 27, default=both_sides // 2)  # another way to say it
     interval = read.size("global_attn_every_n_layers", 1 << 12, default=3)
     far, near = ropes_by_type(
         config | {"rope_theta": config.get("global_rope_theta") or 160_000.0},
         160_000.0, config.get("local_rope_theta") or 10_000.0,
     )  # fmt: skip
-    act = GELU_ALL.get(config["hidden_activation"] or "gelu", "")
+    act = GELU_ALL.get(str(config["hidden_activation"] or "gelu"), "")
     spec = decoder_spec(
         config | {"rms_norm_eps": eps, "rope_parameters": far} | UNREAD,
         activation=("hidden_activation", tuple(GELU_ALL)), act=act, causal=False,

@@ -89,6 +89,8 @@ def decoder_spec(config: Config, **switches: Any) -> ModelSpec:
     refuse_activation(config, *switches.pop("activation", ("hidden_act", SILU)))
     read = ConfigReader(config)
     hidden, heads, kv_heads, head_dim = _heads(read)
+    if config.get("is_causal", True) is None:  # which transformers reads in one way or another, by its attention
+        read.problems.append("is_causal must be true or false, got None")
     facts: dict[str, Any] = {
         "vocab_size": read.size("vocab_size", 1 << 24),
         "hidden_size": hidden,

@@ -10,7 +10,7 @@ from torch import Tensor
 from fengine.errors import InvalidRequestError
 from fengine.models import gemma
 from fengine.models.family import Piece, Vision
-from fengine.models.fields import READ
+from fengine.models.fields import READ, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
@@ -32,6 +32,8 @@ TEXT = {  # what transformers' Gemma3TextConfig assumes, and the hub's checkpoin
 
 
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
+    unread = {"final_logit_softcapping": spec.logit_cap, "use_bidirectional_attention": not spec.causal}
+    refuse_others(unread, dict.fromkeys(unread, 0))  # by transformers, where there are images
     whole, part = ConfigReader(config), ConfigReader(vision)
     count = whole.size("mm_tokens_per_image", 1 << 16, default=256)
     side = part.size("image_size", 1 << 14) // max(part.size("patch_size", 1 << 10), 1)

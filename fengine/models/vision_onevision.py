@@ -33,10 +33,6 @@ FIELDS = {
     **dict.fromkeys(("video_token_index", "video_token_id"), "videos are refused"),
 }  # fmt: skip
 TEXT = {"vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
-SIGLIP = tower.SIGLIP | {
-    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26, "num_attention_heads": 16,
-    "image_size": 384, "patch_size": 14,
-}  # fmt: skip
 SIDES = range(384, 2305, 384)
 
 
@@ -147,5 +143,5 @@ def rename(name: str) -> str:
 
 FAMILY = VisionFamily(
     "LlavaOnevisionForConditionalGeneration", "llava_onevision", FIELDS, tower.FIELDS, read, weights,
-    Vision(encode, pieces), rename, text_defaults=TEXT, vision_defaults=SIGLIP,
+    Vision(encode, pieces), rename, text_defaults=TEXT, vision_defaults=tower.SIGLIP,
 )  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError
 from fengine.models import qwen
 from fengine.models.family import Piece, Vision
-from fengine.models.fields import COMMON, READ, SPEED
+from fengine.models.fields import COMMON, READ, SPEED, refuse_others
 from fengine.models.reader import GELU_ALL, SILU, ConfigReader
 from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec, VisionSpec
@@ -31,8 +31,10 @@ VISION_FIELDS = {
     "tokens_per_second": "of videos, which are not built", "spatial_patch_size": "the same as patch_size",
     "attn_implementation": SPEED,
 }  # fmt: skip
-TEXT_2 = qwen.QWEN2._replace(fields={**qwen.QWEN2.fields, **FIELDS})
-TEXT_3 = qwen.QWEN3._replace(fields={**qwen.QWEN3.fields, **FIELDS})
+TEXT_2 = qwen.QWEN2._replace(
+    fields={**qwen.QWEN2.fields, **FIELDS}, defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
+)
+TEXT_3 = qwen.QWEN3._replace(fields={**qwen.QWEN3.fields, **FIELDS}, defaults={"rope_theta": 5e5})
 
 
 class QwenFamily(VisionFamily):
@@ -91,6 +93,7 @@ def sections(config: Config, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def read(config: Config, vision: Config, spec: ModelSpec, third: bool) -> ModelSpec:
+    refuse_others({"use_sliding_window": third and bool(spec.window)}, {"use_sliding_window": False})
     named = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads", "num_channels": "in_channels"}
     facts = vision | {ours: vision.get(theirs) for ours, theirs in named.items()} | {"layer_norm_eps": EPS}
     facts["num_channels"] = facts["num_channels"] or vision.get("in_chans")

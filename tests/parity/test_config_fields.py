@@ -143,6 +143,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("gemma3", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "call it rope_type"),
         ("gemma3", {"rope_parameters": {"full_attention": YARN | {"truncate": False}}}, "truncate = False"),
         ("gemma3", {"rope_parameters": {"full_attention": [1]}}, "per layer type"),
+        ("llama", {"is_causal": None}, "is_causal must be true or false"),
         ("hunyuan_v1_dense", {"rope_parameters": YARN}, "attention_factor = 1.1386"),
         ("hunyuan_v1_dense", {"rope_parameters": [1]}, "rope_parameters and rope_scaling must be objects"),
         *(

@@ -238,11 +238,26 @@ def test_null_is_the_default_activation(name: str, key: str) -> None:
     assert spec_from_config(config | {key: None}) == spec_from_config(config)
 
 
+def test_windows_of_modernbert_by_their_other_name() -> None:
+    base, overrides = CASES["modernbert"]
+    config = getattr(transformers, f"{base}Config")(**(SIZES | overrides))
+    found = config.to_dict() | {"architectures": [f"{base}Model"]}
+    config.sliding_window = 5
+    assert spec_from_config(found | {"sliding_window": 5}) == spec_from_config(
+        found | {"local_attention": config.local_attention}
+    )
+    with pytest.raises(ModelLoadError, match="sliding_window"):
+        spec_from_config(found | {"sliding_window": False})
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
     ("bert", {"is_decoder": True}, "is_decoder"),
     ("bert", {"hidden_act": "relu"}, "hidden_act"),
+    ("bert", {"hidden_act": ["gelu"]}, "hidden_act"),
     ("modernbert", {"hidden_activation": "relu"}, "hidden_activation"),
+    ("modernbert", {"hidden_activation": {"a": 1}}, "hidden_activation"),
+    ("embeddinggemma", {"is_causal": False}, "is_causal = False"),
     ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling"),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 import tiny_vision
 import torch
 from tiny_vision import TOKEN, in_place, picture
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.llava_onevision import modeling_llava_onevision
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
@@ -297,6 +297,22 @@ def test_configs_of_the_hub_are_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HUB)
+def test_absent_keys_are_those_of_transformers(name: str) -> None:
+    config = copy.deepcopy(HUB[name])
+    text, vision = config.get("text_config", config), config["vision_config"]
+    for key in ("rms_norm_eps", "rope_theta"):
+        text.pop(key, None)
+    if vision.get("model_type") == "siglip_vision_model":
+        vision.pop("num_attention_heads")
+    spec, theirs = spec_from_config(config), AutoConfig.for_model(**copy.deepcopy(config))
+    rope = theirs.text_config.rope_parameters
+    assert spec.rope.theta == rope.get("full_attention", rope)["rope_theta"]
+    assert spec.rms_eps == theirs.text_config.rms_norm_eps
+    heads = "num_heads" if "num_heads" in vision else "num_attention_heads"
+    assert spec.vision is not None and spec.vision.num_heads == getattr(theirs.vision_config, heads)
+
+
+@pytest.mark.parametrize("name", HUB)
 @pytest.mark.parametrize("part", ["", "text_config", "vision_config"])
 def test_a_key_that_is_not_known_is_refused(name: str, part: str) -> None:
     config = copy.deepcopy(HUB[name])
@@ -323,6 +339,9 @@ def test_a_value_of_another_type_is_never_a_bare_error(name: str) -> None:
         ("qwen2_5_vl", "vision_config", "fullatt_block_indexes", "7"),
         ("qwen2_5_vl", "vision_config", "fullatt_block_indexes", [7, 99]),
         ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [5, 5]),
+        ("gemma3", "text_config", "final_logit_softcapping", 3.0),  # these are not read by transformers
+        ("gemma3", "text_config", "use_bidirectional_attention", True),
+        ("qwen3_vl", "text_config", "use_sliding_window", True),
     ],
 )  # fmt: skip
 def test_a_value_of_another_type_is_told_with_its_key(name: str, part: str, key: str, value: object) -> None:
