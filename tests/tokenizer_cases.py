@@ -69,6 +69,13 @@ def byte_level(digits: bool = True) -> Backend:
     return backend
 
 
+def padded() -> Backend:
+    """Texts of a batch are filled up with a token that is in no list."""
+    backend = byte_level()
+    backend.enable_padding(pad_token="[PAD]")
+    return backend
+
+
 def byte_level_bos() -> Backend:
     backend = byte_level()
     backend.post_processor = processors.Sequence(
@@ -188,6 +195,8 @@ CASES = {
         LLAMA,
     ),
     "split_special": (byte_level, {**FAST, "split_special_tokens": True}, LLAMA),
+    "named_but_ordinary": (byte_level, {**FAST, "bos_token": "<think>"}, LLAMA),
+    "padded": (padded, {"tokenizer_class": "PreTrainedTokenizerFast"}, LLAMA),
     "fixed_regex": (byte_level, {**FAST, "fix_mistral_regex": True}, {"model_type": "mistral"}),
     "phi3": (llama2, {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}, {"model_type": "phi3"}),
     "mistral": (llama2, {"tokenizer_class": "LlamaTokenizerFast", "legacy": False}, {"model_type": "mistral"}),

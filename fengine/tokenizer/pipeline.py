@@ -110,7 +110,8 @@ def _plain(files: TokenizerFiles) -> tuple[Backend, dict[str, str]] | None:
     backend = Backend.from_str(files.tokenizer_json)
     known = backend.get_added_tokens_decoder()
     listed = files.config.get("added_tokens_decoder", {})
-    if not {token.content for token in known.values()}.issuperset(files.tokens.values()) or any(
+    named = {*files.tokens.values(), (backend.padding or {}).get("pad_token")} - {None}
+    if named - {token.content for token in known.values() if token.special} or any(
         int(i) not in known or any(getattr(known[int(i)], flag) != token.get(flag, False) for flag in FLAGS)
         for i, token in listed.items()
     ):
