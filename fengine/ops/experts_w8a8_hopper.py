@@ -223,30 +223,15 @@ def w8a8_tiles_kernel(x_desc, w_desc, x_scale_ptr, scale_ptr, bias_ptr, rows_ptr
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * GROUPS * HALVES, OUTPUTS, STEP], w_desc.layout)
     full, empty = barriers(STAGES, 2, GROUPS)
     fence_async_shared()
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, rows_ptr, count_ptr, tile_ptr, weight_ptr, y_ptr, 0,
-                            x_ring, w_ring, full, empty, TILES, T, E, N, K, WIDTH, limit, BIAS, BY_STEP, GATED, PAIRS,
-                            LIMITED, BM, OUTPUTS, GROUPS, STEP, STAGES)),
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, rows_ptr, count_ptr, tile_ptr, weight_ptr, y_ptr, 1,
-                            x_ring, w_ring, full, empty, TILES, T, E, N, K, WIDTH, limit, BIAS, BY_STEP, GATED, PAIRS,
-                            LIMITED, BM, OUTPUTS, GROUPS, STEP, STAGES)),
-                (copy_weights, (w_desc, w_ring, full, empty, tile_ptr, TILES, E, N, K, WIDTH, HALVES, OUTPUTS, GROUPS,
-                                STEP, STAGES)),
-                (copy_x, (x_desc, x_ring, full, empty, tile_ptr, TILES, E, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES)),
-            ],
-            [4, 1, 1], [240, 24, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, rows_ptr, count_ptr, tile_ptr, weight_ptr, y_ptr, 0,
-                            x_ring, w_ring, full, empty, TILES, T, E, N, K, WIDTH, limit, BIAS, BY_STEP, GATED, PAIRS,
-                            LIMITED, BM, OUTPUTS, GROUPS, STEP, STAGES)),
-                (copy_weights, (w_desc, w_ring, full, empty, tile_ptr, TILES, E, N, K, WIDTH, HALVES, OUTPUTS, GROUPS,
-                                STEP, STAGES)),
-                (copy_x, (x_desc, x_ring, full, empty, tile_ptr, TILES, E, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES)),
-            ],
-            [1, 1], [24, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (multiply, (x_scale_ptr, scale_ptr, bias_ptr, rows_ptr, count_ptr, tile_ptr, weight_ptr, y_ptr, who, x_ring,
+                        w_ring, full, empty, TILES, T, E, N, K, WIDTH, limit, BIAS, BY_STEP, GATED, PAIRS, LIMITED, BM,
+                        OUTPUTS, GROUPS, STEP, STAGES)) if who < GROUPS else
+            (copy_weights, (w_desc, w_ring, full, empty, tile_ptr, TILES, E, N, K, WIDTH, HALVES, OUTPUTS, GROUPS, STEP,
+                            STAGES)) if who == GROUPS else
+            (copy_x, (x_desc, x_ring, full, empty, tile_ptr, TILES, E, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES))
+            for who in (0, 1, 2, 3)[:GROUPS + 2]
+        ],
+        [4, 1, 1][2 - GROUPS:], [240, 24, 24][2 - GROUPS:],
+    )  # fmt: skip

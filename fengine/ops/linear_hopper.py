@@ -165,23 +165,12 @@ def hopper_kernel(x_desc, w_desc, y_desc, bias_ptr, M, N, K, BIAS: gl.constexpr,
     y_tiles = gl.allocate_shared_memory(x_desc.dtype, [PARTS, 64, BN], y_desc.layout)
     full, empty = barriers(STAGES, 1, PARTS)
     fence_async_shared()
-    if PARTS == 2:
-        gl.warp_specialize(
-            [
-                (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, ACT, BM,
-                            BN, BK, STAGES, GROUP)),
-                (multiply, (y_desc, bias_ptr, 1, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, ACT, BM,
-                            BN, BK, STAGES, GROUP)),
-                (copy_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, M, N, K, GATED, BM, BN, BK, STAGES, GROUP)),
-            ],
-            [4, 1], [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, ACT, BM,
-                            BN, BK, STAGES, GROUP)),
-                (copy_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, M, N, K, GATED, BM, BN, BK, STAGES, GROUP)),
-            ],
-            [1], [24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (multiply, (y_desc, bias_ptr, who, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, ACT, BM, BN,
+                        BK, STAGES, GROUP)) if who < PARTS else
+            (copy_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, M, N, K, GATED, BM, BN, BK, STAGES, GROUP))
+            for who in (0, 1, 2)[:PARTS + 1]
+        ],
+        [4, 1][2 - PARTS:], [240, 24][2 - PARTS:],
+    )  # fmt: skip

@@ -230,42 +230,15 @@ def w8a8_hopper_kernel(x_desc, w_desc, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, 
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * GROUPS * HALVES, OUTPUTS, STEP], w_desc.layout)
     full, empty = barriers(STAGES, 2, GROUPS)
     fence_async_shared()
-    if GROUPS == 3:
-        gl.warp_specialize(
-            [
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 0, x_ring, w_ring, full, empty, M, N, K, BIAS,
-                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 1, x_ring, w_ring, full, empty, M, N, K, BIAS,
-                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 2, x_ring, w_ring, full, empty, M, N, K, BIAS,
-                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
-                (copy_weights, (w_desc, w_ptr, w_ring, full, empty, M, N, K, HALVES, BM, OUTPUTS, GROUPS, STEP, STAGES,
-                                WALK, AHEAD)),
-                (copy_x, (x_desc, x_ring, full, empty, M, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES, WALK)),
-            ],
-            [4, 4, 1, 1], [160, 160, 24, 24],
-        )  # fmt: skip
-    elif GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 0, x_ring, w_ring, full, empty, M, N, K, BIAS,
-                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 1, x_ring, w_ring, full, empty, M, N, K, BIAS,
-                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
-                (copy_weights, (w_desc, w_ptr, w_ring, full, empty, M, N, K, HALVES, BM, OUTPUTS, GROUPS, STEP, STAGES,
-                                WALK, AHEAD)),
-                (copy_x, (x_desc, x_ring, full, empty, M, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES, WALK)),
-            ],
-            [4, 1, 1], [240, 24, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, 0, x_ring, w_ring, full, empty, M, N, K, BIAS,
-                            GATED, ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)),
-                (copy_weights, (w_desc, w_ptr, w_ring, full, empty, M, N, K, HALVES, BM, OUTPUTS, GROUPS, STEP, STAGES,
-                                WALK, AHEAD)),
-                (copy_x, (x_desc, x_ring, full, empty, M, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES, WALK)),
-            ],
-            [1, 1], [24, 24],
-        )  # fmt: skip
+    MOST: gl.constexpr = 160 if GROUPS == 3 else 240  # registers of a thread of the groups behind the first
+    gl.warp_specialize(
+        [
+            (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, who, x_ring, w_ring, full, empty, M, N, K, BIAS, GATED,
+                        ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)) if who < GROUPS else
+            (copy_weights, (w_desc, w_ptr, w_ring, full, empty, M, N, K, HALVES, BM, OUTPUTS, GROUPS, STEP, STAGES,
+                            WALK, AHEAD)) if who == GROUPS else
+            (copy_x, (x_desc, x_ring, full, empty, M, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES, WALK))
+            for who in (0, 1, 2, 3, 4)[:GROUPS + 2]
+        ],
+        [4, 4, 1, 1][3 - GROUPS:], [MOST, MOST, 24, 24][3 - GROUPS:],
+    )  # fmt: skip
