@@ -9,7 +9,7 @@ from torch import Tensor
 from fengine.ops import kv_fp8, linear_launch
 from fengine.ops.ahead import launcher
 from fengine.ops.fp8_kernels import store_heads
-from fengine.ops.linear_kernels import fetch
+from fengine.ops.linear_kernels import fetch, products
 from fengine.ops.linear_launch import FEW, REFERENCE, Schedule, schedules
 from fengine.ops.proof import COMPARED, proved
 from fengine.ops.registration import begin, dependent_launch, end, plain, tl, triton, wait
@@ -139,19 +139,8 @@ def qkv_kernel(
     if PDL and AHEAD:
         fetch(w_ptr + col.to(tl.int64) * D, AHEAD, PIECES)
     wait(PDL)
-    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    for _ in range(0, D, BK):
-        x = tl.load(x_tile, mask=inside, other=0.0)
-        w = tl.load(w_tile)
-        if SWAP:
-            acc = tl.dot(w, x.T, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, w.T, acc, input_precision="ieee")
-        x_tile += BK
-        w_tile += BK
+    acc, _ = products(x_tile, w_tile, w_tile, row < M, D, BM, BN, BK, SWAP, True, True, False)
     end(PDL)
-    if SWAP:
-        acc = acc.T
     if BIAS:
         acc += tl.load(bias_ptr + col).to(tl.float32)[None, :]
     first_half, second_half = acc.to(DTYPE).reshape((BM, 2, PART)).permute((0, 2, 1)).split()
