@@ -189,7 +189,9 @@ def test_chains_that_go_on_before_a_step_is_read_guess_the_same(
 ) -> None:
     """Of rows that begin and end at different steps, over page edges. The oracle begins every chain when all tokens are
     known. The draft's temperature is another, so that of a try any number is right."""
-    settings = BOX | {"disable_overlap_schedule": False} | SELF | (eagle(tmp_path) if draft == "EAGLE3" else {})
+    settings: dict[str, Any] = (
+        BOX | {"disable_overlap_schedule": False} | SELF | (eagle(tmp_path) if draft == "EAGLE3" else {})
+    )
     params: Any = [{"max_new_tokens": 14 + 6 * i, "sampling_seed": i, "temperature": 0.5 * (i % 3)} for i in range(4)]
     found, taken = [], Counter[bool]()
     for ahead in (False, True):
