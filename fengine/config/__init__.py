@@ -15,6 +15,9 @@ from fengine.config.checks import (
     check,
     check_adapter,
     check_home,
+    check_seed,
+    held,
+    outside,
     resolve,
 )
 from fengine.config.schema import (
@@ -36,7 +39,8 @@ from fengine.config.schema import (
 
 __all__ = [
     "BOUNDS", "DEFAULT_RANK", "Hardware", "KV_DTYPES", "MAX_ADAPTERS", "MAX_DRAFTS", "MAX_PAGE_SIZE",
-    "MAX_PROCESSES", "MAX_RANK", "MAX_ROWS", "QUANTIZATIONS", "check", "check_adapter", "check_home",
-    "resolve", "Algorithm", "CacheConfig", "CompileConfig", "Dtype", "EngineConfig", "LoadFormat", "LoraConfig",
-    "ModelConfig", "MultimodalConfig", "Numerics", "ParallelConfig", "Policy", "SchedulerConfig", "SpeculationConfig",
+    "MAX_PROCESSES", "MAX_RANK", "MAX_ROWS", "QUANTIZATIONS", "check", "check_adapter", "check_home", "check_seed",
+    "held", "outside", "resolve", "Algorithm", "CacheConfig", "CompileConfig", "Dtype", "EngineConfig", "LoadFormat",
+    "LoraConfig", "ModelConfig", "MultimodalConfig", "Numerics", "ParallelConfig", "Policy", "SchedulerConfig",
+    "SpeculationConfig",
 ]  # fmt: skip

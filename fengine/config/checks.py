@@ -1,6 +1,7 @@
 """What configurations may hold, and `resolve`, which decides what "auto" means. No torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,46 +49,51 @@ BOUNDS: dict[str, tuple[int, int | None]] = {
 
 def check(config: EngineConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
-    return _check_bounds(config) + _check_values(config) + _check_sizes(config) + _check_lora(config.lora)
+    values = {name: getattr(getattr(config, group), field) for name in BOUNDS for group, field in [name.split(".")]}
+    return outside(BOUNDS, values) + _check_values(config) + _check_sizes(config) + _check_lora(config.lora)
 
 
-def _check_bounds(config: EngineConfig) -> list[str]:
+def held(problems: Mapping[str, bool]) -> list[str]:
+    """The problems that are, of those that could be. Pure."""
+    return [problem for problem, holds in problems.items() if holds]
+
+
+def outside(bounds: Mapping[str, tuple[int, int | None]], values: Mapping[str, Any]) -> list[str]:
+    """Problems with numbers that are less than the least or more than the most; None is none. Pure."""
     problems = []
-    for name, (least, most) in BOUNDS.items():
-        group, field = name.split(".")
-        value = getattr(getattr(config, group), field)
-        if value is not None and (value < least or (most is not None and value > most)):
-            limits = f"at least {least}" if most is None or value < least else f"at most {most}"
-            problems.append(f"{name} must be {limits}, got {value}")
-    for name in ("waiting_timeout", "running_timeout"):
-        seconds = getattr(config.scheduler, name)
-        if seconds is not None and not 0 < seconds < math.inf:
-            problems.append(f"scheduler.{name} must be null or seconds greater than 0, got {seconds}")
+    for name, (least, most) in bounds.items():
+        if (value := values[name]) is not None and (value < least or most is not None and value > most):
+            limit = f"at least {least}" if value < least else f"at most {most}"
+            problems.append(f"{name} must be {limit}, got {value}")
     return problems
 
 
+def check_seed(seed: int) -> list[str]:
+    """Problems with the seed of a run or a server. Pure."""
+    return held({f"seed must be in [-2**63, 2**63 - 1], got {seed}": not -(2**63) <= seed < 2**63})
+
+
 def _check_values(config: EngineConfig) -> list[str]:
-    problems = []
-    fraction = config.cache.mem_fraction_static
-    if fraction is not None and not 0 < fraction < 1:
-        problems.append(f"cache.mem_fraction_static must be in (0, 1), got {fraction}")
-    if config.model.sampling_defaults not in ("openai", "model"):
-        problems.append(f"model.sampling_defaults must be openai or model, got {config.model.sampling_defaults!r}")
-    if config.model.quantization not in (None, *QUANTIZATIONS):
-        problems.append(
-            f"model.quantization must be null, {', '.join(QUANTIZATIONS)}, got {config.model.quantization!r}"
-        )
-    if config.cache.kv_cache_dtype not in KV_DTYPES:
-        problems.append(
-            f"cache.kv_cache_dtype must be one of {', '.join(KV_DTYPES)}, got {config.cache.kv_cache_dtype!r:.80}"
-        )
-    if config.model.device == "":
-        problems.append("model.device must be null, cpu, cuda or cuda:N, got ''")
-    if config.model.tokenizer_path == "":
-        problems.append("model.tokenizer_path must be null or a path, got ''; leave it out for the model's own")
-    problems += check_home("model.download_dir", config.model.download_dir)
-    problems += check_home("multimodal.image_folder", config.multimodal.image_folder)
-    return problems + check_home("scheduler.record", config.scheduler.record)
+    model, cache, share, scheduler = config.model, config.cache, config.cache.mem_fraction_static, config.scheduler
+    timeouts = {name: getattr(scheduler, name) for name in ("waiting_timeout", "running_timeout")}
+    problems = {
+        f"scheduler.{name} must be null or seconds greater than 0, got {seconds}": not 0 < seconds < math.inf
+        for name, seconds in timeouts.items() if seconds is not None
+    } | {
+        f"cache.mem_fraction_static must be in (0, 1), got {share}": share is not None and not 0 < share < 1,
+        f"model.sampling_defaults must be openai or model, got {model.sampling_defaults!r}":
+            model.sampling_defaults not in ("openai", "model"),
+        f"model.quantization must be null, {', '.join(QUANTIZATIONS)}, got {model.quantization!r}":
+            model.quantization not in (None, *QUANTIZATIONS),
+        f"cache.kv_cache_dtype must be one of {', '.join(KV_DTYPES)}, got {cache.kv_cache_dtype!r:.80}":
+            cache.kv_cache_dtype not in KV_DTYPES,
+        "model.device must be null, cpu, cuda or cuda:N, got ''": model.device == "",
+        "model.tokenizer_path must be null or a path, got ''; leave it out for the model's own":
+            model.tokenizer_path == "",
+    }  # fmt: skip
+    homes = {"model.download_dir": model.download_dir, "multimodal.image_folder": config.multimodal.image_folder}
+    homes |= {"scheduler.record": scheduler.record}
+    return held(problems) + [told for key, path in homes.items() for told in check_home(key, path)]
 
 
 def check_home(key: str, path: str | None) -> list[str]:
@@ -97,30 +103,19 @@ def check_home(key: str, path: str | None) -> list[str]:
 
 def _check_sizes(config: EngineConfig) -> list[str]:
     """What does not go together."""
-    cache, scheduler, drafts = config.cache, config.scheduler, config.speculation
-    problems = []
-    if drafts.ngram_max_match < drafts.ngram_min_match:
-        problems.append(
-            f"speculation.ngram_max_match ({drafts.ngram_max_match}) is smaller than "
-            f"speculation.ngram_min_match ({drafts.ngram_min_match})"
-        )
-    if cache.page_size and cache.max_total_tokens and cache.page_size > cache.max_total_tokens:
-        problems.append(
-            f"cache.page_size ({cache.page_size}) is larger than cache.max_total_tokens ({cache.max_total_tokens}): "
-            "the pool would hold no page"
-        )
-    if (drafts.draft is None) == drafts.algorithm.drafts:
-        problems.append(
-            f"speculation.draft is {drafts.draft!r} with speculation.algorithm={drafts.algorithm.value}: "
-            "it belongs to standalone and eagle3, which need it"
-        )
-    tokens, rows = scheduler.max_step_tokens, scheduler.max_running_requests
-    if tokens and rows and tokens < rows:
-        problems.append(
-            f"scheduler.max_step_tokens ({tokens}) is smaller than scheduler.max_running_requests ({rows}): a step of "
-            "decoding rows would not fit; raise the first or lower the second"
-        )
-    return problems
+    cache, drafts = config.cache, config.speculation
+    tokens, rows = config.scheduler.max_step_tokens, config.scheduler.max_running_requests
+    least, most = drafts.ngram_min_match, drafts.ngram_max_match
+    return held({
+        f"speculation.ngram_max_match ({most}) is smaller than speculation.ngram_min_match ({least})": most < least,
+        f"cache.page_size ({cache.page_size}) is larger than cache.max_total_tokens ({cache.max_total_tokens}): the "
+        "pool would hold no page":
+            bool(cache.page_size and cache.max_total_tokens and cache.page_size > cache.max_total_tokens),
+        f"speculation.draft is {drafts.draft!r} with speculation.algorithm={drafts.algorithm.value}: it belongs to "
+        "standalone and eagle3, which need it": (drafts.draft is None) == drafts.algorithm.drafts,
+        f"scheduler.max_step_tokens ({tokens}) is smaller than scheduler.max_running_requests ({rows}): a step of "
+        "decoding rows would not fit; raise the first or lower the second": bool(tokens and rows and tokens < rows),
+    })  # fmt: skip
 
 
 def check_adapter(name: str | None, lora: LoraConfig, key: str = "adapter") -> list[str]:
@@ -132,21 +127,17 @@ def check_adapter(name: str | None, lora: LoraConfig, key: str = "adapter") -> l
 
 
 def _check_lora(lora: LoraConfig) -> list[str]:
-    problems = []
-    if lora.max_loaded_loras is not None and lora.max_loaded_loras < lora.max_loras_per_batch:
-        problems.append(
-            f"lora.max_loaded_loras ({lora.max_loaded_loras}) is smaller than lora.max_loras_per_batch "
-            f"({lora.max_loras_per_batch}): the adapters of a batch must be loaded"
-        )
-    if lora.max_loaded_loras is not None and len(lora.paths) > lora.max_loaded_loras:
-        problems.append(f"lora.paths has {len(lora.paths)} adapters, lora.max_loaded_loras is {lora.max_loaded_loras}")
-    names = [name for name, _ in lora.named()]
-    problems += [f"lora.paths has {name!r} twice" for name in sorted(set(names)) if names.count(name) > 1]
-    problems += [f"lora.paths has {n!r}={p!r}; neither may be empty" for n, p in lora.named() if not (n and p)]
-    problems += [f"lora.pinned has {n!r}, which is not in lora.paths" for n in lora.pinned if n not in names]
-    if lora.paths and not lora.on:
-        problems.append("lora.paths is given, but lora.enabled is false")
-    return problems
+    most, batch, names = lora.max_loaded_loras, lora.max_loras_per_batch, [name for name, _ in lora.named()]
+    too_many = most is not None and len(names) > most
+    return held({
+        f"lora.max_loaded_loras ({most}) is smaller than lora.max_loras_per_batch ({batch}): the adapters of a batch "
+        "must be loaded": most is not None and most < batch,
+        f"lora.paths has {len(names)} adapters, lora.max_loaded_loras is {most}": too_many,
+        **{f"lora.paths has {name!r} twice": names.count(name) > 1 for name in sorted(set(names))},
+        **{f"lora.paths has {n!r}={p!r}; neither may be empty": not (n and p) for n, p in lora.named()},
+        **{f"lora.pinned has {n!r}, which is not in lora.paths": n not in names for n in lora.pinned},
+        "lora.paths is given, but lora.enabled is false": bool(lora.paths) and not lora.on,
+    })  # fmt: skip
 
 
 def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:

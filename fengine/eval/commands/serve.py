@@ -32,10 +32,8 @@ class ServeRun:
 
 def check(config: ServeRun) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
-    problems = engine_config.check(config.engine) + server_config.check(config.serve)
-    if not -(2**63) <= config.seed < 2**63:
-        problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
-    return problems
+    seed = engine_config.check_seed(config.seed)
+    return engine_config.check(config.engine) + server_config.check(config.serve) + seed
 
 
 SERVE = Schema(ServeRun, "serve", "serve_schema", check, "fengine serve")

@@ -7,13 +7,13 @@ from enum import Enum
 from typing import Any
 
 from fengine import config as engine_config
-from fengine.config import EngineConfig
+from fengine.config import EngineConfig, held, outside
 from fengine.core.json_text import json_object
 from fengine.core.sampling_params import PARAMETERS, SamplingParams
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli.schema import Schema
 from fengine.eval.tasks import task_config
-from fengine.eval.tasks.judge import Tuples, held
+from fengine.eval.tasks.judge import Tuples
 from fengine.eval.tasks.task_config import Format, Match, TaskConfig
 from fengine.tokenizer.stop_regex import compile_patterns
 
@@ -232,13 +232,8 @@ def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
     except FengineError as error:
         told = str(error)
         problems.append(f"sampling.{told}" if told.partition(" ")[0] in PARAMETERS else f"sampling: {told}")
-    for name in ("max_errors", "show"):
-        value = getattr(config, name)
-        if value is not None and value < 0:
-            problems.append(f"{name} must be at least 0, got {value}")
-    if not -(2**63) <= config.seed < 2**63:
-        problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
-    return problems
+    problems += outside({"max_errors": (0, None), "show": (0, None)}, vars(config))
+    return problems + engine_config.check_seed(config.seed)
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

@@ -12,10 +12,11 @@ from functools import cached_property
 from itertools import permutations
 from typing import Any
 
+from fengine.config import held
 from fengine.core.json_text import json_object
-from fengine.errors import ConfigError, FengineError
+from fengine.errors import ConfigError
 from fengine.eval.tasks.columns import column, filled, problem
-from fengine.eval.tasks.scoring import Extractor
+from fengine.eval.tasks.scoring import Extractor, pattern_problems
 from fengine.eval.tasks.statistics import mean
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
 from fengine.eval.tasks.verdicts import by_choice, by_number, pattern
@@ -33,16 +34,6 @@ class Tuples:
         for name, value in vars(self).items():
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
-
-
-def held(problems: dict[str, bool], name: str = "", pattern: str | None = None) -> list[str]:
-    """The problems that are, and what is wrong with the regular expression of the setting `name`. Pure."""
-    found = [problem for problem, holds in problems.items() if holds]
-    try:
-        Extractor(pattern or "")
-    except FengineError as error:
-        found.append(f"{name}: {error}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ def check(config: JudgeConfig) -> list[str]:
             and len({*scale}) != 2 or len(scale) > 2,
         "task.judge.system is for task.judge.chat=true": config.system is not None and not config.chat,
     }  # fmt: skip
-    return held(problems, "task.judge.extract", config.extract)
+    return held(problems) + pattern_problems("task.judge.extract", config.extract)
 
 
 def judged(task: Task, config: JudgeConfig, render: Render | None) -> Task:

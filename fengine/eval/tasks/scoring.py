@@ -125,6 +125,15 @@ class Extractor:
         return next((group for group in found.groups() if group is not None), found.group())
 
 
+def pattern_problems(name: str, pattern: str | None) -> list[str]:
+    """What is wrong with the regular expression of the setting `name`. Pure."""
+    try:
+        Extractor(pattern or "")
+    except InvalidRequestError as error:
+        return [f"{name}: {error}"]
+    return []
+
+
 def json_scores(text: str, reference: Any) -> dict[str, float | bool | str]:
     """`valid_json`; `fields`: the share of the reference's leaves that stand at the same place with the same value;
     `json_match`: the same value altogether, whatever the order of keys. Numbers compare by value, and no boolean is a

@@ -6,10 +6,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from fengine.config import held
 from fengine.errors import ConfigError
 from fengine.eval.tasks import judge
 from fengine.eval.tasks.judge import JudgeConfig, Tuples
-from fengine.eval.tasks.scoring import NORMAL_FORMS
+from fengine.eval.tasks.scoring import NORMAL_FORMS, pattern_problems
 
 
 class TaskKind(Enum):
@@ -87,7 +88,7 @@ class TaskConfig(Tuples):
 def check(config: TaskConfig) -> list[str]:
     """Every problem that can be seen without reading the data, one line each. Pure."""
     problems = {**_data(config), **_kind(config), **_shots(config), **_bounds(config)}
-    return judge.held(problems, "task.extract", config.extract) + judge.check(config.judge)
+    return held(problems) + pattern_problems("task.extract", config.extract) + judge.check(config.judge)
 
 
 def _data(config: TaskConfig) -> dict[str, bool]:
