@@ -294,37 +294,18 @@ def test_names_and_contents_outlive_a_power_failure(tmp_path: Path, monkeypatch:
 
 
 def test_rows_that_were_there_before_are_not_shown_again(tmp_path: Path) -> None:
-    """They are exported with the others, in order."""
+    """The others are, in order."""
     record = b'{"id": "r", "error": {"type": "E", "message": "m"}}'
     lines, table = [encode([i, 1, 10 + i, 1, 0.0, 0.0, 1, 1], record) for i in range(4)], RowTable(4)
     (tmp_path / "j").write_bytes(b"".join(lines))
     put: Any = lambda i: table.put(i, True, sum(map(len, lines[:i])))  # noqa: E731
     put(0)
     put(2)
-    shown, exported = list[int](), list[int]()
+    shown = list[int]()
     view: Any = SimpleNamespace(row=lambda row: shown.append(row.number), note=lambda text: None)
-    export: Any = SimpleNamespace(put=lambda entry: exported.append(entry.head[0]))
-    with InOrder(table, tmp_path / "j", export, 9, view) as order:
-        for index, count in ((3, 1), (1, 4)):
+    with InOrder(table, tmp_path / "j", 9, view) as order:
+        for index, found in ((3, []), (1, [2, 4])):
             put(index)
             order.put(index)
             order.advance()
-            assert len(exported) == count
-    assert (exported, shown) == ([0, 1, 2, 3], [2, 4])
-
-
-def test_rows_behind_one_that_did_not_finish_are_exported(tmp_path: Path) -> None:
-    lines, table, exported = [line(i) for i in range(4)], RowTable(4), list[Any]()
-    (tmp_path / "j").write_bytes(b"".join(lines))
-    export: Any = SimpleNamespace(
-        put=lambda entry: exported.append(entry.head[0]), put_error=lambda data, error: exported.append(error["type"])
-    )
-    nothing: Any = SimpleNamespace()
-    with InOrder(table, tmp_path / "j", export, 0, nothing) as order:
-        for index in (1, 3):
-            table.put(index, True, sum(map(len, lines[:index])))
-            order.put(index)
-        order.fed = 3
-        order.advance()
-        order.end({0: nothing, 2: nothing})
-    assert [one if type(one) is int else "none" for one in exported] == ["none", 1, "none", 3]
+            assert shown == found

@@ -3,6 +3,7 @@
 import json
 import os
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +192,8 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 
 def test_records(tmp_path: Path) -> None:
-    export = Export(tmp_path / "deep" / "o.jsonl", logprobs=True)
-    export.open()
-    export.put(entry({"prompt": "a", "id": 3}))
-    export.put(entry({"prompt": "é\ud800", "error": 1, "k": 2}, None))
-    assert not export.path.exists() and (export.written, export.failed) == (2, 1)
-    export.finish()
+    export = Export(tmp_path / "o.jsonl", logprobs=True)
+    export.write([entry({"prompt": "a", "id": 3}), entry({"prompt": "é\ud800", "error": 1, "k": 2}, None)])
     assert list(written(export.path)[0].items()) == [
         *(("prompt", "a"), ("id", 3), ("text", "b"), ("output_ids", [1]), ("finish_reason", None)),
         *(("prompt_tokens", 7), ("sampling_seed", 3), ("output_token_logprobs", [-0.5])),
@@ -210,21 +207,23 @@ def test_an_old_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     path, link = tmp_path / "out.jsonl", tmp_path / "link.jsonl"
     path.write_text("old")
     link.symlink_to(path)
-    export = Export(link)
-    export.open()
-    export.put(entry({}))
-    export.close()
-    assert path.read_text() == "old" and len(written(tmp_path / "out.jsonl.partial")) == 1
-    export.open()
-    export.put(entry({"i": 1}))
-    export.finish()
-    assert link.is_symlink() and written(path)[0]["i"] == 1 and not (tmp_path / "out.jsonl.partial").exists()
+
+    def broken() -> Iterator[Entry]:
+        yield entry({})
+        raise StorageError("the journal changed")
+
+    with pytest.raises(StorageError, match="^the journal changed$"):
+        Export(link).write(broken())
+    assert path.read_text() == "old"
+    Export(link).write([entry({"i": 1})])
+    assert link.is_symlink() and written(path)[0]["i"] == 1
+    assert sorted(os.listdir(tmp_path)) == ["link.jsonl", "out.jsonl"]
 
 
 def test_unusable_outputs(tmp_path: Path) -> None:
     def refused(path: Path, reason: str, inputs: str | None = None) -> None:
         with pytest.raises(StorageError, match=reason):
-            Export(path, inputs=inputs).open()
+            Export(path, inputs=inputs).write([])
 
     source = tmp_path / "in.jsonl"
     source.write_text("{}")
@@ -238,20 +237,11 @@ def test_unusable_outputs(tmp_path: Path) -> None:
     refused(Path("a\0b"), "is no name of a file")
     refused(source / "out.jsonl", "cannot be written")
     refused(tmp_path / ("x" * 5000), "cannot be written")
-    busy = Export(tmp_path / "busy.jsonl")
-    busy.open()
-    refused(tmp_path / "busy.jsonl", "another run")
-    busy.close()
-    Export(tmp_path / "busy.jsonl").open()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_devices_are_written_directly() -> None:
-    full, null = Export("/dev/full"), Export("/dev/null")
-    full.open()
     with pytest.raises(StorageError, match="No space left"):
-        full.put(entry({}))
-    null.open()
-    null.put(entry({}))
-    null.finish()
+        Export("/dev/full").write([entry({})])
+    Export("/dev/null").write([entry({})])
     assert not os.path.isfile("/dev/null") and os.path.exists("/dev/full")

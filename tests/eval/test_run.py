@@ -29,6 +29,7 @@ from fengine.eval.cli import view
 from fengine.eval.cli.view import Progress, Shown, clean, clock, tail
 from fengine.eval.runs import loop as meter
 from fengine.eval.runs import manifest
+from fengine.eval.runs.journal import Entry, scan
 
 ROOT = Path(run.__file__).resolve().parent.parent
 
@@ -128,6 +129,12 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]
     monkeypatch.setattr(manifest.provenance, "checkout", lambda: None)
     monkeypatch.setattr(engines_file, "open_engine", open_engine)
     return opened
+
+
+def journaled(folder: str) -> list[dict[str, Any]]:
+    """The records of a run's folder, in the order of the input."""
+    _, *lines = [line for line in scan(Path(folder, "journal.log")) if isinstance(line, Entry)]
+    return [json.loads(line.record) for line in sorted(lines, key=lambda line: line.head[0])]
 
 
 def records(path: str | Path) -> list[dict[str, Any]]:
@@ -245,20 +252,17 @@ def test_max_errors_stops_the_run(engines: list[FakeEngine], capsys: pytest.Capt
     words = ["prompts=[too long 1,fine,too long 2,x,y]", "out=o.jsonl", "scheduler.max_running_requests=1"]
     assert run.main([*words, "max_errors=1"]) == run.FAILED
     assert not Path("o.jsonl").exists()
-    assert [r["prompt"] for r in records("o.jsonl.partial")][:3] == ["too long 1", "fine", "too long 2"]
+    assert [row["data"]["prompt"] for row in journaled("o.jsonl.run") if "error" in row] == ["too long 1", "too long 2"]
     assert "stopped by max_errors=1" in capsys.readouterr().out
 
 
-def test_interrupt_writes_what_is_finished(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
-    """Also the rows behind one that has not finished, which gets an error record; the last hanging ones get none."""
+def test_an_interrupt_keeps_what_is_finished(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the rows behind one that has not finished; where they are is told."""
     assert run.main(["prompts=[one,hang,three,interrupt,hang]", "out=o.jsonl"]) == run.INTERRUPTED
-    rows = records("o.jsonl.partial")
-    assert [r["prompt"] for r in rows] == ["one", "hang", "three"]
-    assert ["text" in r for r in rows] == [True, False, True]
-    assert "run ended" in rows[1]["error"]["message"]
+    assert [row["data"]["prompt"] for row in journaled("o.jsonl.run")] == ["one", "three"]
     assert not Path("o.jsonl").exists() and not engines[0].open
     shown = capsys.readouterr()
-    assert "interrupted: 3 rows, 1 failed" in shown.out and "o.jsonl.partial" in shown.out
+    assert "interrupted: 2 rows" in shown.out and "o.jsonl.run" in shown.out
     assert "Traceback" not in shown.err
 
 
@@ -274,7 +278,6 @@ def test_an_interrupted_run_goes_on(engines: list[FakeEngine], capsys: pytest.Ca
         assert [call["prompt"] for call in engines[1].calls] == ["hang", "interrupt", "hang on"]
         assert run.main(["prompts=in.txt", "out=whole.jsonl"]) == run.OK
         assert Path("o.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
-        assert not Path("o.jsonl.partial").exists()
         Path("o.jsonl").unlink()
         assert run.main(words) == run.OK and len(engines) == 3, "all rows are there: nothing is loaded"
         assert Path("o.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
@@ -334,7 +337,7 @@ def test_dead_engine_ends_the_run(engines: list[FakeEngine], capsys: pytest.Capt
     assert run.main(["prompts=[one,death,three]", "out=o.jsonl"]) == run.FAILED
     shown = capsys.readouterr()
     assert "the engine's loop failed" in shown.err and "Traceback" not in shown.err
-    assert "1 row finished before, in o.jsonl.partial" in shown.err
+    assert "finished before, in o.jsonl.run" in shown.err
     assert not Path("o.jsonl").exists()
 
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fengine.errors import StorageError
 
@@ -48,15 +48,29 @@ def check_writable(path: Path) -> None:
         raise StorageError(f"{path} {problem}; choose another place with out=FILE")
 
 
-def write_file(path: Path, content: Content) -> None:
-    """A whole file anywhere, durable, or the one that was there before. Errors: StorageError."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """What is written inside becomes the file at `path`, durable; else the one that was there stays. Errors:
+    OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        _write(partial, content)
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:
+    except BaseException:
         with suppress(OSError):  # of a full disk, which it would keep full
             partial.unlink()
+        raise
+
+
+def write_file(path: Path, content: Content) -> None:
+    """A whole file anywhere. Errors: StorageError."""
+    try:
+        with whole_file(path) as file:
+            file.write(encoded(content))
+    except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror or error}; choose another file") from error
 
 

@@ -24,7 +24,7 @@ from fengine.eval.runs.answering import FATAL, Asker, answer_row
 from fengine.eval.runs.config import EvalConfig, parse_shard
 from fengine.eval.runs.index import OK, ROW_HEAD, RowIndex, RowTable, row_key
 from fengine.eval.runs.journal import Journal, framed
-from fengine.eval.runs.output import Export, InOrder, answer_request, prompt_of
+from fengine.eval.runs.output import InOrder, answer_request, prompt_of
 from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.task import BadRow, Row, Task, rows_of
@@ -51,7 +51,7 @@ class Job:
     journal: Journal
     trace: Trace
     session: int
-    export: Export | None = None
+    exported: bool = False  # a file will have all rows
 
 
 class _Done(NamedTuple):
@@ -80,10 +80,9 @@ class Loop:
         # Streaming has its price, so that only as many rows are streamed as the view shows of those that run.
         self.stride = max(1, min(at_once, job.table.left) // STREAMED_ROWS) if view.streams else 0
         self.growing: dict[int, Shown] = {}
-        self.open: dict[int, Row | BadRow] = {}
         self.flight: set[asyncio.Task[None]] = set()
         self.finished: deque[_Done] = deque()
-        self.in_order = InOrder(job.table, job.journal.path, job.export, job.config.show, view)
+        self.in_order = InOrder(job.table, job.journal.path, job.config.show, view, job.exported)
         self.wake = asyncio.Event()
         self.fatal: BaseException | None = None
         self.before = job.rows.rows - job.table.left
@@ -105,7 +104,6 @@ class Loop:
                     task.cancel()
                 await asyncio.gather(ticker, *self.flight, return_exceptions=True)
                 self._drain()
-            self.in_order.end(self.open)
             self.job.journal.sync()
 
     async def _feed(self) -> None:
@@ -116,11 +114,9 @@ class Loop:
                 raise _changed(index)
             if self.job.table.known[index] == OK:
                 continue
-            self.open[index] = row
             task = asyncio.create_task(self._one(index, row))
             self.flight.add(task)
             task.add_done_callback(self._landed)
-            self.in_order.fed = index
             if not await self._room(self.window):
                 return
         if index + 1 != rows.rows:
@@ -188,7 +184,6 @@ class Loop:
                     self.reasons.add(re.sub(r"^row '[^']*': ", "", f"{error['type']}: {error['message']}"))
                 self.meter.count(one.metas, error is not None)
                 self.in_order.put(one.index)
-                del self.open[one.index]
             self.in_order.advance()
 
     def keep(self, done: list[_Done]) -> list[int]:

@@ -1,36 +1,32 @@
-"""Rows in the order of the input, while they finish in any: shown, and written to the file of a run of prompts.
+"""Rows in the order of the input: shown as soon as all before them are there, and written to the file of a run of
+prompts once they all are. A record there is the row's own columns and what came of them; until then the rows are in the
+run's journal, where the same command goes on. Rows of a batch are requests to a server: answered by the same readers,
+and written in OpenAI's batch format. No torch."""
 
-A record is the row's own columns and what came of them. It stands in `<path>.partial` as soon as all before it are
-there, and the file takes its name at the end, so `path` never holds half a run. Rows of a batch are requests to a
-server: answered by the same readers, and written in OpenAI's batch format. No torch."""
-
-import fcntl
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fengine.errors import StorageError
 from fengine.eval.cli.view import QuietView, Shown, count
 from fengine.eval.runs.answering import FATAL, Watcher
-from fengine.eval.runs.folder import sync_names
+from fengine.eval.runs.folder import sync_names, whole_file
 from fengine.eval.runs.index import OK, RowTable
 from fengine.eval.runs.journal import Entry, read_at
 from fengine.eval.runs.manifest import row_seed
 from fengine.eval.runs.record import Record, line_of, load
 from fengine.eval.tasks.sources import RESULT_COLUMNS
-from fengine.eval.tasks.task import BadRow, Row
+from fengine.eval.tasks.task import Row
 from fengine.server.errors import ApiError
-
-NOT_FINISHED = {"type": "FengineError", "message": "the run ended before this row had finished"}
 
 
 class Export:
-    """Modified by every method. Errors: StorageError that names the path."""
+    """The file of a run of prompts. Errors: StorageError that names the path."""
 
     def __init__(self, path: str | Path, logprobs: bool = False, text: bool = True, inputs: str | None = None) -> None:
         """Looks at the place, and writes nothing yet. `inputs` is the prompts file, which is never overwritten."""
@@ -38,8 +34,6 @@ class Export:
             raise StorageError(f"output path {str(path)!r:.200} is no name of a file; choose another out=.")
         self.path, self._logprobs, self._text = Path(os.path.realpath(path)), logprobs, text
         self.folder = Path(f"{self.path}.run")  # of the run that writes this file
-        self.written = self.failed = 0
-        self._file: BinaryIO | None = None
         if inputs is not None and self.path == Path(os.path.realpath(inputs)):
             raise StorageError(f"output path {path} is the prompts file itself; choose another out=.")
         with self._writing():
@@ -47,94 +41,57 @@ class Export:
         if kind not in (stat.S_IFREG, stat.S_IFCHR):
             raise StorageError(f"output path {path} is not a regular file; choose another out=.")
         self.device = kind == stat.S_IFCHR  # such as /dev/null: written directly, for a rename would replace it
-        self.partial = self.path if self.device else Path(f"{self.path}.partial")
 
-    def open(self) -> None:
+    def write(self, entries: Iterable[Entry]) -> None:
+        """All rows, by their lines of the journal: a whole file, durable, or the one that was there before."""
         with self._writing():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.partial.open("ab")
+            with self.path.open("wb") if self.device else whole_file(self.path) as file:
+                for entry in entries:
+                    file.write(line_of(self.row(entry)) + b"\n")
             if not self.device:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._file.truncate(0)
+                sync_names(self.path.parent)
 
-    def put(self, entry: Entry) -> None:
-        """The next row, by its line of the journal."""
+    def row(self, entry: Entry) -> Record:
+        """Of one that failed, columns that have the name of a result column are left out."""
         record = load(entry.record)
         columns = record.get("data", {})
         if "error" in record:
-            self.put_error(columns, record["error"])
-            return
+            kept = {name: value for name, value in columns.items() if name not in RESULT_COLUMNS}
+            return kept | {"error": record["error"]}
         (answer,) = record["answers"]
         found = {"text": answer["text"]} if self._text else {}
         found |= {name: answer[name] for name in ("output_ids", "finish_reason")}
         found |= {"prompt_tokens": entry.head[6], "sampling_seed": answer["sampling_seed"]}
         if self._logprobs:
             found["output_token_logprobs"] = answer["logprobs"]
-        self._write({**columns, **found})
-
-    def put_error(self, columns: dict[str, Any], error: dict[str, Any]) -> None:
-        """The next row, which failed. Columns that have the name of a result column are left out."""
-        self.failed += 1
-        self._write({name: value for name, value in columns.items() if name not in RESULT_COLUMNS} | {"error": error})
-
-    def _write(self, record: dict[str, Any]) -> None:
-        assert self._file is not None
-        with self._writing():
-            self._file.write(line_of(record) + b"\n")
-            self._file.flush()
-        self.written += 1
-
-    def finish(self) -> None:
-        """Makes the file durable and gives it its name."""
-        assert self._file is not None
-        with self._writing():
-            if not self.device:
-                os.fsync(self._file.fileno())
-                os.replace(self.partial, self.path)
-                sync_names(self.path.parent)
-            self.close()
-
-    def close(self) -> None:
-        """What is written stays in `<path>.partial`. Idempotent; never raises, for each write was flushed."""
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):
-                file.close()
+        return {**columns, **found}
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Inside, an error of the system is a StorageError that names the path and what is kept."""
+        """Inside, an error of the system is a StorageError that names the path."""
         try:
             yield
-        except BlockingIOError as error:
-            raise StorageError(f"another run is writing {self.partial}; wait, or choose another out=.") from error
+        except StorageError:  # of the journal
+            raise
         except OSError as error:
-            kept = f"; {self.written} records are kept in {self.partial}" if self.written and not self.device else ""
-            problem = f"output path {self.path} cannot be written: {error.strerror or error}{kept}"
+            problem = f"output path {self.path} cannot be written: {error.strerror or error}"
             raise StorageError(f"{problem}. Free space or choose another out=.") from error
 
 
 class BatchExport(Export):
     """OpenAI's batch output: a line {id, custom_id, response, error} for each request, in the order of the input."""
 
-    def put(self, entry: Entry) -> None:
-        record = load(entry.record)
-        if "error" in record:
-            self.put_error({"custom_id": record["id"]}, record["error"])
-        else:
-            self._put(record["id"], record["response"], None)
-
-    def put_error(self, columns: dict[str, Any], error: dict[str, Any]) -> None:
-        self.failed += 1
-        told = {"code": (error.get("error") or {}).get("code") or error["type"], "message": error["message"]}
-        status, body = error.get("status_code"), {"error": error.get("error")}
-        self._put(columns.get("custom_id"), status and {"status_code": status, "body": body}, told)
-
-    def _put(self, custom_id: Any, response: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
+    def row(self, entry: Entry) -> Record:
         """A request's id is of its custom_id."""
-        name = hashlib.sha256(str(custom_id).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        record = load(entry.record)
+        name = hashlib.sha256(record["id"].encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        response, error = record.get("response"), record.get("error")
+        if error is not None:
+            inner, status = error.get("error"), error.get("status_code")
+            response = status and {"status_code": status, "body": {"error": inner}}
+            error = {"code": (inner or {}).get("code") or error["type"], "message": error["message"]}
         told = response and {"status_code": response["status_code"], "request_id": f"req_{name}", **response}
-        self._write({"id": f"batch_req_{name}", "custom_id": custom_id, "response": told, "error": error})
+        return {"id": f"batch_req_{name}", "custom_id": record["id"], "response": told, "error": error}
 
 
 async def answer_request(
@@ -155,14 +112,15 @@ async def answer_request(
 
 
 class InOrder(AbstractContextManager["InOrder"]):
-    """The rows in the order of the input, as far as all before them are there: shown, and exported. They are read back
-    from the journal, so that a row that takes long makes nothing wait in memory."""
+    """The rows in the order of the input, as far as all before them are there: the first `show` of this process are
+    shown, and of failures as many. They are read back from the journal, so that a row that takes long makes nothing
+    wait in memory."""
 
-    def __init__(self, rows: RowTable, journal: Path, export: Export | None, show: int, view: QuietView) -> None:
-        self.table, self.export, self.show, self.view = rows, export, show, view
+    def __init__(self, rows: RowTable, journal: Path, show: int, view: QuietView, exported: bool = False) -> None:
+        """`exported`: a file will have the rest."""
+        self.table, self.exported, self.show, self.view = rows, exported, show, view
         self.there = bytearray(known == OK for known in rows.known)  # 1: before this process, 2: by it
         self.next = self.shown = self.failures = 0
-        self.fed = -1  # the last row that was begun
         self.file: BinaryIO = journal.open("rb")
 
     def __exit__(self, *_: object) -> None:
@@ -174,38 +132,21 @@ class InOrder(AbstractContextManager["InOrder"]):
     def advance(self) -> None:
         """Errors: StorageError."""
         while self.next < len(self.there) and self.there[self.next]:
-            self._pass_on(self.next)
+            if self.there[self.next] == 2:
+                self._pass_on(self.next)
             self.next += 1
 
     def _pass_on(self, index: int) -> None:
-        export, show = self.export, self.show
-        failed, ours = self.table.known[index] != OK, self.there[index] == 2
+        failed, show = self.table.known[index] != OK, self.show
         self.failures += failed
-        due = ours and (self.failures <= max(show, 1) if failed else self.shown < show)
-        if export is None and not due:
-            return
-        entry = read_at(self.file, self.table.offsets[index])
-        if export is not None:
-            export.put(entry)
+        due = self.failures <= max(show, 1) if failed else self.shown < show
         if due:
-            self.view.row(shown(entry))
-        if not failed and ours:
+            self.view.row(shown(read_at(self.file, self.table.offsets[index])))
+        if not failed:
             self.shown += due
-            if export is not None and not due and self.shown == show and show:
+            if self.exported and not due and self.shown == show and show:
                 self.shown += 1
                 self.view.note(f"... further rows are only written to the file (show={show})")
-
-    def end(self, open_rows: dict[int, Row | BadRow]) -> None:
-        """The rows behind one that has not finished, which gets an error in the export. Errors: StorageError."""
-        if self.export is None:
-            return
-        last = max((i for i in range(self.next, self.fed + 1) if self.there[i]), default=-1)
-        for index in range(self.next, last + 1):
-            if self.there[index]:
-                self._pass_on(index)
-            else:
-                row = open_rows[index]
-                self.export.put_error(row.data if isinstance(row, Row) else {}, NOT_FINISHED)
 
 
 def shown(entry: Entry) -> Shown:

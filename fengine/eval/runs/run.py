@@ -4,7 +4,7 @@ interrupted and ends with the same bytes."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ from fengine.eval.runs.answering import given_sampling
 from fengine.eval.runs.config import EvalConfig, RunConfig, TemplateConfig, parse_shard
 from fengine.eval.runs.config import Trace as TraceKind
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
-from fengine.eval.runs.index import RowIndex, RowTable, index_rows, reopen
-from fengine.eval.runs.journal import Journal, read_at
+from fengine.eval.runs.index import NOTHING, RowIndex, RowTable, index_rows, reopen
+from fengine.eval.runs.journal import Entry, Journal, read_at
 from fengine.eval.runs.loop import ALIKE, Job, Loop
 from fengine.eval.runs.loop import INTERRUPTED as CUT_OFF
 from fengine.eval.runs.manifest import now
@@ -72,14 +72,11 @@ def run_point(
         except (StorageError, EngineDeadError, EngineClosedError) as error:
             engines.close()  # a dead engine is of no use to the next point
             if export is not None:
-                if export.written:
-                    screen.note(f"{count(export.written, 'row')} finished before, in {place(str(export.partial))}")
+                if one.there:
+                    screen.note(f"{count(one.there, 'row')} finished before, in {place(str(folder.path))}")
                 raise
             report(error)
             return FAILED, None
-        finally:
-            if export is not None:
-                export.close()
 
 
 def refuse_demands(config: RunConfig | EvalConfig, own: int | None, screen: QuietView) -> None:
@@ -166,8 +163,6 @@ class Run:
 
     def go(self, engines: EngineCache, task: Task, base: Path, screen: QuietView, argv: Sequence[str]) -> Ended:
         """Errors: StorageError, EngineDeadError, EngineClosedError; ResumeMismatchError."""
-        if self.export is not None:
-            self.export.open()
         if not self.table.left:
             return self.end(task, screen, [], 0.0)
         reused = engines.holds(self.config.engine)
@@ -201,7 +196,7 @@ class Run:
         sync = {"sync_seconds": config.journal.sync_seconds, "sync_rows": config.journal.sync_rows}
         steps = config.trace is TraceKind.steps
         with Journal(self.folder.path / JOURNAL, **sync) as journal, Trace(path, len(sessions), steps=steps) as trace:
-            job = Job(config, task, self.rows, self.table, journal, trace, len(sessions), self.export)
+            job = Job(config, task, self.rows, self.table, journal, trace, len(sessions), self.export is not None)
             with engine.steps_told(trace.step) if steps else nullcontext():
                 loop = Loop(job, engine, screen)
                 _complete(loop.run)
@@ -214,11 +209,10 @@ class Run:
         if not loop.ended:  # the manifest is written with the result
             return self.end(task, screen, figures, seconds)
         self.folder.write(MANIFEST, self.record)
-        there = len(self.table.known) - self.table.known.count(0)
-        screen.note(f"{loop.ended}; {there:,} of {count(self.rows.rows, 'row')} are journaled")
+        screen.note(f"{loop.ended}; {self.there:,} of {count(self.rows.rows, 'row')} are journaled")
         if self.export is not None:
-            told = f"{loop.ended}: {_told(self.export.written, self.export.failed)} in {duration(seconds)}"
-            screen.figures([("rows", told), *figures, ("output", place(str(self.export.partial)))])
+            told = f"{loop.ended}: {_told(self.there, self.table.failed)} in {duration(seconds)}"
+            screen.figures([("rows", told), *figures, ("folder", place(str(self.folder.path)))])
         return (FAILED if loop.ended != CUT_OFF else TERMINATED if loop.terminated else INTERRUPTED), None
 
     def end(self, task: Task, screen: QuietView, figures: Sequence[tuple[str, str]], seconds: float) -> Ended:
@@ -229,7 +223,7 @@ class Run:
         assert metrics is not None
         out = ("folder", place(str(self.folder.path)))
         if self.export is not None:
-            self._export_rest(self.export)
+            self.export.write(self._entries())
             out = ("output", place(str(self.export.path)))
         took = f" in {duration(seconds)}" if seconds else ""
         rows = ("rows", _told(metrics["rows"], metrics["failed"]) + took)
@@ -239,13 +233,16 @@ class Run:
             screen.note("nothing was scored: add for example task.match=exact task.target=answer")
         return (FAILED if metrics["failed"] else OK), metrics
 
-    def _export_rest(self, export: Export) -> None:
-        """The rows that no loop of this process has passed. Errors: StorageError."""
-        if export.written < len(self.table.known):
-            with (self.folder.path / JOURNAL).open("rb") as file:
-                for offset in self.table.offsets[export.written :]:
-                    export.put(read_at(file, offset))
-        export.finish()
+    @property
+    def there(self) -> int:
+        """Rows that are journaled, good or failed."""
+        return len(self.table.known) - self.table.known.count(NOTHING)
+
+    def _entries(self) -> Iterator[Entry]:
+        """Errors: StorageError."""
+        with (self.folder.path / JOURNAL).open("rb") as file:
+            for offset in self.table.offsets:
+                yield read_at(file, offset)
 
 
 def open_run(
