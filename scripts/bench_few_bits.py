@@ -33,9 +33,9 @@ from fengine import Engine
 from fengine.ops import e4m3, linear_launch, quantized, quantized_launch, w8a8, w8a8_hopper, w8a8_launch
 from fengine.ops.ahead import compiling
 from fengine.ops.int4_hopper import Eights
-from fengine.ops.linear_launch import REFERENCE
+from fengine.ops.linear_launch import REFERENCE, Schedule
 from fengine.ops.quantized_hopper import Tiles
-from fengine.ops.quantized_launch import Matrix, Schedule
+from fengine.ops.quantized_launch import Matrix
 
 SHAPES = Path(__file__).resolve().parent / "shapes"
 MATRICES = {  # name: (N, K)
@@ -109,7 +109,7 @@ def of_words(m: int) -> list[Eights]:
 def of_rows(m: int) -> list[Schedule]:
     """The same for the kernel of quantized_launch.py. Pure."""
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    return [Schedule(rows, 64, k, 4, s) for k, s in itertools.product((64, 128), (3, 4, 6))] if m <= 256 else []
+    return [Schedule(rows, 64, k, True, 4, s) for k, s in itertools.product((64, 128), (3, 4, 6))] if m <= 256 else []
 
 
 def timed(call: Any, count: int) -> float:

@@ -4,23 +4,14 @@ from typing import NamedTuple
 
 import torch
 
-from fengine.ops.linear_launch import cdiv
+from fengine.ops.linear_launch import Schedule as Tiles
+from fengine.ops.linear_launch import cdiv, even
 from fengine.ops.quantized_hopper import Tiles as Blocks
 
 
-class Tiles(NamedTuple):
-    """How one product is cut: rows (tokens), columns, and columns of K at a time."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    swap: bool  # the weights are the M side of the MMA
-    warps: int
-    stages: int
-
-
 class Schedule(NamedTuple):
-    """How the tree is computed; free to differ per call, because the bits do not depend on it."""
+    """How the tree is computed; free to differ per call, because the bits do not depend on it. A product of an expert
+    is cut as one of linear.py."""
 
     kind: str  # "few": no lists, a program a pair. "grouped": lists of each expert's pairs. "hopper": experts_hopper.py
     gate: Tiles
@@ -57,13 +48,6 @@ HOPPER = Schedule("hopper", Tiles(128, 128, 64, False, 4, 4), Tiles(128, 128, 64
 def tiles_at_most(pairs: int, experts: int, block_m: int) -> int:
     """Tiles of block_m rows that `pairs` can fill, however they spread over the experts. Pure."""
     return min(pairs, experts + pairs // block_m)
-
-
-def even(tiles: Tiles, k: int) -> Tiles:
-    """`tiles`, in smaller pieces of K where those fit it and the larger do not. Pure."""
-    if k % tiles.block_k == 0 or k % 64:
-        return tiles
-    return tiles._replace(block_k=64, stages=tiles.stages * tiles.block_k // 64)
 
 
 def of_whole_groups(s: FewBits, group: int) -> FewBits:

@@ -12,7 +12,7 @@ from fengine.ops.ahead import launcher
 from fengine.ops.fragments import Fragments
 from fengine.ops.int4_hopper import Eights
 from fengine.ops.int4_words import Words
-from fengine.ops.linear_launch import REFERENCE, cdiv
+from fengine.ops.linear_launch import REFERENCE, Schedule, cdiv
 from fengine.ops.proof import proved, random_rows, same_bits
 from fengine.ops.quantized_hopper import Tiles
 from fengine.ops.registration import EARLY, begin, dependent_launch, plain, tl, triton, wait
@@ -31,16 +31,6 @@ class Matrix(NamedTuple):
     n: int
     group: int
     kind: str
-
-
-class Schedule(NamedTuple):
-    """Tiles of the product that decodes in registers: BM rows of x, BN outputs on the M side, BK columns a step."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
 
 
 Decoding = Schedule | Tiles | Eights
@@ -99,7 +89,7 @@ def schedules(m: int, n: int, dtype: torch.dtype, dimensions: int) -> Sequence[D
         return [s for largest_m, least_n, s in FRAGMENTS if m <= largest_m and n >= least_n][:1]
     if m > FEW or dtype == torch.float32:
         return []
-    return [Schedule(16 if m <= 16 else 32 if m <= 32 else 64, 64, 128, 4, 4)]
+    return [Schedule(16 if m <= 16 else 32 if m <= 32 else 64, 64, 128, True, 4, 4)]
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from quantized_checkpoints import from_fragments, from_words
 from torch import Tensor
 
-from fengine.ops import cpu, fragments, int4_words, linear, quantized, quantized_launch
+from fengine.ops import cpu, fragments, int4_words, linear, linear_launch, quantized, quantized_launch
 from fengine.ops.quantized import Codes
 
 SIZES = ((33, 64, 16, False), (95, 96, 32, True), (64, 40, 40, False), (70, 24, 12, False), (130, 257, 257, False))
@@ -181,7 +181,7 @@ def test_triton_kernels_decode_and_multiply(kind: str) -> None:
         matrix, w_NK = as_on_cuda(codes), quantized.dequantized(codes, torch.float16)
         assert torch.equal(quantized_launch.decode(matrix, k, torch.float16), w_NK)
         x, bias = torch.randn(5, k).half(), torch.randn(n).half()
-        for s in (quantized_launch.Schedule(16, 16, 64, 4, 2), quantized_launch.Schedule(16, 64, 128, 4, 2)):
+        for s in (linear_launch.Schedule(16, 16, 64, True, 4, 2), linear_launch.Schedule(16, 64, 128, True, 4, 2)):
             got = quantized_launch.run(x, matrix, bias, torch.float32, s)
             torch.testing.assert_close(got, x.float() @ w_NK.float().T + bias.float(), rtol=1e-4, atol=1e-4)
 
