@@ -4,7 +4,6 @@ import math
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,14 +35,6 @@ def row_sampling(position: int, seed: int = 0, temperature: float = 1.0, top_k: 
         **{name: torch.tensor([value], dtype=torch.int32) for name, value in ints.items()},
         "seed_R": torch.tensor([seed], dtype=torch.int64),
     }
-
-
-class PageSnapshot(NamedTuple):
-    """A copy of some pages: `k_LPSGK[l][i]` holds page i of the list that the snapshot of layer l was taken from."""
-
-    k_LPSGK: tuple[Tensor, ...]
-    v_LPSGK: tuple[Tensor, ...]
-    feature_PSX: tuple[Tensor, ...] = ()
 
 
 def init_kv(
@@ -96,15 +87,17 @@ def _page_indexes(kv: KVState, pages: list[int], windows: list[int]) -> list[lis
     return [layers, layers, [found] * len(kv.feature_PSX)]
 
 
-def snapshot(kv: KVState, pages: list[int], windows: Sequence[int] = ()) -> PageSnapshot:
-    """Copies `pages` out of `kv`, and of `window_layers` the pages `windows`. Pure: `kv` stays live."""
+def snapshot(kv: KVState, pages: list[int], windows: Sequence[int] = ()) -> KVState:
+    """A copy of these pages alone, and of `window_layers` of the pages `windows`, in this order. Pure: `kv` stays
+    live."""
     parts = zip(kv.parts, _page_indexes(kv, pages, list(windows)), strict=True)
-    return PageSnapshot(*(tuple(x.index_select(0, i) for x, i in zip(*part, strict=True)) for part in parts))
+    k_PSGK, v_PSGK, features = (tuple(x.index_select(0, i) for x, i in zip(*part, strict=True)) for part in parts)
+    return KVState(k_PSGK, v_PSGK, features, kv.window_layers)
 
 
-def restore(kv: KVState, saved: PageSnapshot, pages: list[int], windows: Sequence[int] = ()) -> KVState:
+def restore(kv: KVState, saved: KVState, pages: list[int], windows: Sequence[int] = ()) -> KVState:
     """Writes a snapshot into `pages` and `windows` (same counts). Modifies: the storage of `kv`, which is dead then."""
-    parts = zip(kv.parts, saved, _page_indexes(kv, pages, list(windows)), strict=True)
+    parts = zip(kv.parts, saved.parts, _page_indexes(kv, pages, list(windows)), strict=True)
     copies = [copy for part in parts for copy in zip(*part, strict=True)]
     for _, source, index in copies:
         if len(index) != len(source):
