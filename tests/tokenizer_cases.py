@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,10 @@ def byte_level(digits: bool = True) -> Backend:
     return backend
 
 
-def padded() -> Backend:
-    """Texts of a batch are filled up with a token that is in no list."""
+def padded(token: str = "[PAD]") -> Backend:
+    """Texts of a batch are filled up with a token that no config names."""
     backend = byte_level()
-    backend.enable_padding(pad_token="[PAD]")
+    backend.enable_padding(pad_token=token)
     return backend
 
 
@@ -197,6 +198,7 @@ CASES = {
     "split_special": (byte_level, {**FAST, "split_special_tokens": True}, LLAMA),
     "named_but_ordinary": (byte_level, {**FAST, "bos_token": "<think>"}, LLAMA),
     "padded": (padded, {"tokenizer_class": "PreTrainedTokenizerFast"}, LLAMA),
+    "padded_with_a_known_token": (partial(padded, "<|im_end|>"), {"tokenizer_class": "PreTrainedTokenizerFast"}, LLAMA),
     "fixed_regex": (byte_level, {**FAST, "fix_mistral_regex": True}, {"model_type": "mistral"}),
     "phi3": (llama2, {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}, {"model_type": "phi3"}),
     "mistral": (llama2, {"tokenizer_class": "LlamaTokenizerFast", "legacy": False}, {"model_type": "mistral"}),

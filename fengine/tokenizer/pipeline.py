@@ -110,8 +110,8 @@ def _plain(files: TokenizerFiles) -> tuple[Backend, dict[str, str]] | None:
     backend = Backend.from_str(files.tokenizer_json)
     known = backend.get_added_tokens_decoder()
     listed = files.config.get("added_tokens_decoder", {})
-    named = {*files.tokens.values(), (backend.padding or {}).get("pad_token")} - {None}
-    if named - {token.content for token in known.values() if token.special} or any(
+    tokens = ({"pad_token": backend.padding["pad_token"]} if backend.padding else {}) | files.tokens
+    if {*tokens.values()} - {token.content for token in known.values() if token.special} or any(
         int(i) not in known or any(getattr(known[int(i)], flag) != token.get(flag, False) for flag in FLAGS)
         for i, token in listed.items()
     ):
@@ -119,7 +119,7 @@ def _plain(files: TokenizerFiles) -> tuple[Backend, dict[str, str]] | None:
     backend.encode_special_tokens = files.config.get("split_special_tokens") is True
     if backend.post_processor is None:
         backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
-    return backend, {name: text for name, text in files.tokens.items() if name in NAMED}
+    return backend, {name: text for name, text in tokens.items() if name in NAMED}
 
 
 def auto_tokenizer(directory: Path) -> Any:
