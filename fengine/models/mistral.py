@@ -1,5 +1,6 @@
-"""Mistral, Ministral and Nemo: Llama's decoder, in older checkpoints with a sliding window in every layer; the class of
-Ministral has one in the layers that layer_types names. Mixtral: Mistral with 8 experts, of which a token uses 2."""
+"""Mistral, Ministral and Nemo: Llama's decoder, in older checkpoints with a sliding window in every layer, or in those
+that layer_types names, for which transformers has a class of its own, Ministral. Mixtral: Mistral with 8 experts, of
+which a token uses 2."""
 
 from functools import partial
 
@@ -15,20 +16,18 @@ MIXTRAL_DEFAULTS = {"sliding_window": None, "num_key_value_heads": 8, "rms_norm_
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    refuse_layer_types(config)
-    return windowed(decoder_spec(config), sliding_window(config))
-
-
-def mixed_spec(config: Config) -> ModelSpec:
     return windowed(decoder_spec(config), sliding_window(config), config.get("layer_types"))
 
 
 def moe_spec(config: Config) -> ModelSpec:
-    return with_experts(ConfigReader(config), spec_from_hf(config), "intermediate_size", renormalise=True)
+    refuse_layer_types(config)
+    spec = spec_from_hf(config | {"layer_types": None})
+    return with_experts(ConfigReader(config), spec, "intermediate_size", renormalise=True)
 
 
 FAMILY = Family("MistralForCausalLM", "mistral", FIELDS, spec_from_hf, DEFAULTS)
-MINISTRAL = Family("MinistralForCausalLM", "ministral", FIELDS, mixed_spec, DEFAULTS)
+TEXT = FAMILY._replace(fields={**DECODER, "sliding_window": READ})  # beside images transformers reads no layer_types
+MINISTRAL = Family("MinistralForCausalLM", "ministral", FIELDS, spec_from_hf, DEFAULTS)
 MIXTRAL = Family(
     "MixtralForCausalLM", "mixtral", {**FIELDS, **EXPERT_FIELDS}, moe_spec, MIXTRAL_DEFAULTS,
     leaves=moe_layer(partial(expert_weights, block="block_sparse_moe", names=("w1", "w3", "w2"))),

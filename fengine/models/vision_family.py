@@ -12,7 +12,7 @@ from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
 from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer
 
-TEXTS = {family.model_type: family for family in (llama.FAMILY, mistral.FAMILY, qwen.QWEN2, qwen.QWEN3)}
+TEXTS = {family.model_type: family for family in (llama.FAMILY, mistral.TEXT, qwen.QWEN2, qwen.QWEN3)}
 WHOLE: Fields = {**COMMON, "text_config": READ, "vision_config": READ, "tie_word_embeddings": READ}
 
 
