@@ -93,7 +93,8 @@ def hide(s, start, position, seen_by_all, BLOCK: gl.constexpr, LAYOUT: gl.conste
 
 @gluon.jit
 def clear_unowned(values, start, kv_len, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Zeros in the slots at kv_len and behind, whatever they held: 0 * NaN would be NaN."""
+    """Zeros in the slots at kv_len and behind, whatever they held: 0 * NaN would be NaN. Both groups of warps do so,
+    and none waits for the other: they write the same, and what is owned as it is."""
     x = values.load(LAYOUT)
     key = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))
     values.store(gl.where((key < kv_len)[:, None], x, 0.0))
