@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fengine.api.chat_images import is_image
 from fengine.core.json_text import parse_json
 from fengine.server.errors import invalid, missing, unsupported
 from fengine.server.fields import Field, Fields, array, flag, loose, one_of, record
@@ -90,8 +89,7 @@ def _continued(given: Mapping[str, Any], messages: Any) -> bool:
 
 def messages_of(messages: Any) -> Any:
     """Messages as templates read them: parts of text joined, arguments of tool calls as objects. Pure. What else is
-    wrong with them is left for the engine to tell. Errors: ApiError for parts that are no text, and for tool calls that
-    are none."""
+    wrong with them is left for the engine to tell. Errors: ApiError for tool calls that are none."""
     if not isinstance(messages, list):
         return messages
     return [_message(m, f"messages[{i}]") if isinstance(m, dict) else m for i, m in enumerate(messages)]
@@ -100,7 +98,7 @@ def messages_of(messages: Any) -> Any:
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
-        message = {**message, "content": _joined(content, where)}
+        message = {**message, "content": _joined(content)}
     calls = message.get("tool_calls")
     if message.get("function_call") is not None:
         if calls is not None:
@@ -116,17 +114,11 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     return {**rest, "tool_calls": read} if read else rest
 
 
-def _joined(parts: list[Any], where: str) -> Any:
-    """The texts of a message's parts, a line each; with images the parts. Errors: ApiError for any other part."""
-    if any(map(is_image, parts)):
-        return [{"type": "text", "text": _joined([part], where)} if not is_image(part) else part for part in parts]
+def _joined(parts: list[Any]) -> Any:
+    """The texts of a message's parts, a line each; the parts, if any is none. Pure."""
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if not texts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        kinds = [part.get("type") for part in parts if isinstance(part, dict) and part.get("type") != "text"]
-        other = f"a part of type {kinds[0]!r:.80} is" if kinds else "other media are"
-        raise invalid("messages", f'{where}.content must be a string or {{"type": "text", "text": …}} and '
-                      f"image_url parts; {other} not built.")  # fmt: skip
-    return "\n".join(map(str, texts))
+    is_text = len(texts) == len(parts) > 0 and all(isinstance(text, str) for text in texts)
+    return "\n".join(map(str, texts)) if is_text else parts
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

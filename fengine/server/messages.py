@@ -129,13 +129,8 @@ def _message(message: Any, where: str) -> list[Any]:
     if calls:
         told["tool_calls"] = calls
     if parts or calls or not results:
-        results.append(told | {"content": _content(parts)})
+        results.append(told | {"content": parts or ""})
     return results
-
-
-def _content(parts: list[dict[str, Any]]) -> Any:
-    """The parts if there are images, else their texts. Pure."""
-    return parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
 
 
 def _result(block: dict[str, Any], at: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _check_parts(content: Any, where: str) -> None:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and any(other in kind for other in ("video", "audio", "file")):
             raise UnsupportedFeatureError(
-                f"not built: {where}[{i}] is a part of type {kind!r:.80}; send text or images."
+                f"{where}[{i}]: a part of type {kind!r:.80} is not built; send text or images."
             )
         text = kind == "text" and isinstance(part.get("text"), str)
         if not text and part != {"type": "image"}:
