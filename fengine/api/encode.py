@@ -57,16 +57,19 @@ async def async_encode(engine: Any, *args: Any, **kwargs: Any) -> Any:
     return await submit_encode(engine, req, asyncio.get_running_loop()).wait_async()
 
 
-def submit_encode(engine: Any, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None = None) -> OutputCollector:
-    """Checks a call and queues its requests, as `submit` does."""
-    return OutputCollector(engine._context, *encode_requests(engine, req), stream=False, loop=loop)
+def submit_encode(
+    engine: Any, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None = None, hidden: bool = False
+) -> OutputCollector:
+    """Checks a call and queues its requests, as `submit` does; `hidden` as in `encode_requests`."""
+    return OutputCollector(engine._context, *encode_requests(engine, req, hidden), stream=False, loop=loop)
 
 
 def encode_requests(
-    engine: Any, req: EncodeReqInput, head: bool = True
+    engine: Any, req: EncodeReqInput, hidden: bool = False
 ) -> tuple[list[Request], dict[str, Turn], bool, Result]:
-    """As `process_input`, and what makes a result of an output. `head=False` leaves a classifier's head out. Errors:
-    those of `process_input`; InvalidRequestError if the model is none for embeddings."""
+    """As `process_input`, and what makes a result of an output. With `hidden` all prompts of a list stand there once
+    more, without the classifier's head. Errors: those of `process_input`; InvalidRequestError if the model is none for
+    embeddings."""
     engine._refuse_own_thread()
     context: EngineContext = engine._context
     pooling, classifies = pooling_of(context), context.parts.spec.num_labels is not None
@@ -88,8 +91,10 @@ def encode_requests(
         return {"embedding": vector, "meta_info": meta}
 
     pool = context.parts.spec.score_pool if classifies else pooling.pool
-    pooled = {"pool": pool, "head": head and classifies}
-    return *process_input(context, as_generate(context, req), pooled), embedding
+    requests, turns, single = process_input(context, as_generate(context, req), {"pool": pool, "head": classifies})
+    if hidden:
+        requests += process_input(context, as_generate(context, req), {"pool": pool, "head": False})[0]
+    return requests, turns, single, embedding
 
 
 def pooling_of(context: EngineContext) -> Pooling:

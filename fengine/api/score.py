@@ -89,22 +89,22 @@ class Scoring:
         prompts = join(plain(req.query), plain(req.items), req.item_first)
         return cls(req, prompts, check_labels(labels, len(prompts), vocab_size) if generates else None, temperature)
 
-    def inputs(self) -> list[GenerateReqInput | EncodeReqInput]:
-        """What is asked: of a classifier with its head, and without it where hidden states are wanted. A language model
-        gets checked sampling parameters: the engine's preferred ones are not mixed in."""
-        if not self.prompts:
-            return []
+    def input(self) -> GenerateReqInput | EncodeReqInput:
+        """What is asked. A language model gets checked sampling parameters: the engine's preferred ones are not mixed
+        in."""
         if self.labels is None:
-            return [EncodeReqInput(self.prompts)] * (2 if self.req.return_pooled_hidden_states else 1)
+            return EncodeReqInput(self.prompts)
         text, params = isinstance(self.prompts[0], str), SamplingParams(max_new_tokens=0, top_k=1)
         req = GenerateReqInput(self.prompts if text else None, params, None if text else self.prompts)
         req.return_logprob, req.token_ids_logprob = True, self.labels
-        return [req]
+        return req
 
-    def result(self, outputs: Any = (), hidden: Any = ()) -> ScoreResult:
-        """The result, from what the calls returned. Pure. Errors: AbortedError."""
-        if any((one["meta_info"].get("finish_reason") or {}).get("type") == "abort" for one in (*outputs, *hidden)):
+    def result(self, outputs: Any = ()) -> ScoreResult:
+        """The result, from what the call returned: behind a classifier's heads hidden states, where they are wanted.
+        Pure. Errors: AbortedError."""
+        if any((one["meta_info"].get("finish_reason") or {}).get("type") == "abort" for one in outputs):
             raise AbortedError("a request of this score call was aborted, so its scores are not known; call it again.")
+        outputs, hidden = outputs[: len(self.prompts)], outputs[len(self.prompts) :]
         rows = [self._row(output) for output in outputs]
         tokens = sum(output["meta_info"]["prompt_tokens"] for output in outputs)
         pooled = [torch.tensor(output["embedding"]) for output in hidden]
@@ -142,16 +142,20 @@ def score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
     all items or one for each. A classifier gives its labels' logits, or their softmax; it looks at no tokens.
     Errors: AbortedError if one of its requests is aborted."""
     scoring = _scoring(engine, args, kwargs)
-    return scoring.result(*(complete(engine._context, *call) for call in _calls(engine, scoring)))
+    outputs: Any = scoring.prompts and complete(engine._context, *_call(engine, scoring))
+    return scoring.result(outputs)
 
 
 @takes(ScoreReqInput)
 async def async_score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
     """As `score`. Works in any event loop."""
     scoring = _scoring(engine, args, kwargs)
-    loop, calls = asyncio.get_running_loop(), _calls(engine, scoring)
-    begun = [OutputCollector(engine._context, *call, stream=False, loop=loop) for call in calls]
-    return scoring.result(*[await call.wait_async() for call in begun])
+    if not scoring.prompts:
+        return scoring.result()
+    loop = asyncio.get_running_loop()
+    return scoring.result(
+        await OutputCollector(engine._context, *_call(engine, scoring), stream=False, loop=loop).wait_async()
+    )
 
 
 def _scoring(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scoring:
@@ -159,11 +163,11 @@ def _scoring(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scor
     return Scoring.of(ScoreReqInput(*args, **kwargs), spec.num_labels is None, spec.vocab_size)
 
 
-def _calls(engine: Any, scoring: Scoring) -> list[Any]:
-    return [
-        engine._requests(req) if isinstance(req, GenerateReqInput) else encode_requests(engine, req, head=i == 0)
-        for i, req in enumerate(scoring.inputs())
-    ]
+def _call(engine: Any, scoring: Scoring) -> Any:
+    req = scoring.input()
+    if isinstance(req, GenerateReqInput):
+        return engine._requests(req)
+    return encode_requests(engine, req, scoring.req.return_pooled_hidden_states)
 
 
 def _temperature(value: Any, softmax: bool) -> float:

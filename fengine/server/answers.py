@@ -42,7 +42,8 @@ class Writer(ABC):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a body asks of the model. `whole`: its answer, from all outputs; `writer`: of a stream. `deltas`: a stream's
-    outputs hold what is new, rather than everything so far. `words`: engine's word -> the body's."""
+    outputs hold what is new, rather than everything so far. `words`: engine's word -> the body's. `hidden`: an encode
+    request is asked once more, without the classifier's head."""
 
     request: GenerateReqInput | EncodeReqInput
     rows: int
@@ -50,6 +51,7 @@ class Plan:
     writer: Writer | None = None
     words: Mapping[str, str] = field(default_factory=dict)
     deltas: bool = True
+    hidden: bool = False
 
 
 def new_id(prefix: str) -> str:

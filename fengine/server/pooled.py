@@ -54,6 +54,7 @@ SCORING: dict[str, Field] = {  # SGLang's
     "apply_softmax": loose("The labels' probabilities add up to 1.", "boolean"),
     "item_first": loose("The item stands before the query.", "boolean"),
     "temperature": loose("Of the softmax.", "number"),
+    "return_pooled_hidden_states": loose("Of a classifier: what its head reads of each item, too.", "boolean"),
 }  # fmt: skip
 SCORE: Fields = {**MODEL, **SCORING, **PAIRS}
 RERANK: Fields = {
@@ -189,9 +190,13 @@ def score(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
         raise invalid("items", "items must not be empty.")
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
-        return {"scores": list(scoring.result(outputs)), "model": model, "usage": _usage(outputs), "object": "scoring"}
+        found, count = scoring.result(outputs), len(scoring.prompts)
+        told = {"scores": list(found), "model": model, "usage": _usage(outputs[:count]), "object": "scoring"}
+        pooled = found.pooled_hidden_states
+        return told if pooled is None else told | {"pooled_hidden_states": [one.tolist() for one in pooled]}
 
-    return Plan(scoring.inputs()[0], len(scoring.prompts), answer)
+    hidden = scoring.req.return_pooled_hidden_states
+    return Plan(scoring.input(), len(scoring.prompts) * (1 + hidden), answer, hidden=hidden)
 
 
 def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Plan:

@@ -114,7 +114,7 @@ class Service:
         if images is not None and plan.request.image_data is not None:  # whoever asks may not read this machine's files
             plan.request.image_data = images.read_all(plan.request.image_data, inside=True)
         if isinstance(plan.request, EncodeReqInput):
-            return self.engine.submit_encode(plan.request, loop)
+            return self.engine.submit_encode(plan.request, loop, plan.hidden)
         how: dict[str, Any] = {"deltas": True, "pace": self._pace} if plan.deltas else {}
         return self.engine.submit(plan.request, loop, **how)
 

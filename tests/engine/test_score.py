@@ -71,25 +71,28 @@ def test_scores_are_probabilities_or_a_softmax_over_the_labels() -> None:
 
 
 def test_a_classifier_gives_its_logits() -> None:
-    heads = [{"embedding": [1.0, -3.0, 0.5], "meta_info": {"prompt_tokens": 6}}]
-    hidden = [{"embedding": [0.25] * 4, "meta_info": {"prompt_tokens": 6}}]
+    heads = [{"embedding": [1.0, -3.0, i], "meta_info": {"prompt_tokens": 6}} for i in (0.5, 2.0)]
+    hidden = [{"embedding": [i] * 4, "meta_info": {"prompt_tokens": 6}} for i in (0.25, 0.75)]
     plain = scoring(generates=False, label_token_ids=None).result(heads)
-    assert plain == [[1.0, -3.0, 0.5]] and plain.prompt_tokens == 6 and plain.pooled_hidden_states is None
-    soft = scoring(generates=False, apply_softmax=True, return_pooled_hidden_states=True).result(heads, hidden)
+    assert plain == [[1.0, -3.0, 0.5], [1.0, -3.0, 2.0]]
+    assert plain.prompt_tokens == 12 and plain.pooled_hidden_states is None
+    soft = scoring(generates=False, apply_softmax=True, return_pooled_hidden_states=True).result(heads + hidden)
     powers = [math.exp(value) for value in (1.0, -3.0, 0.5)]
     assert soft[0] == pytest.approx([power / sum(powers) for power in powers])
-    assert [one.tolist() for one in soft.pooled_hidden_states] == [[0.25] * 4]
+    assert [one.tolist() for one in soft.pooled_hidden_states] == [[0.25] * 4, [0.75] * 4]
+    assert soft.prompt_tokens == 12
     aborted = {"meta_info": {"prompt_tokens": 6, "finish_reason": {"type": "abort"}}}
-    for parts in ([heads[0] | aborted], hidden), (heads, [hidden[0] | aborted]):
+    for i in range(4):
+        outputs = [one | (aborted if i == j else {}) for j, one in enumerate(heads + hidden)]
         with pytest.raises(AbortedError):
-            scoring(generates=False, return_pooled_hidden_states=True).result(*parts)
+            scoring(generates=False, return_pooled_hidden_states=True).result(outputs)
 
 
 def test_what_generate_is_asked() -> None:
-    asked = scoring(return_token_logprobs=True).inputs()[0]
+    asked: Any = scoring(return_token_logprobs=True).input()
     assert asked.text == ["qa", "qb"] and asked.input_ids is None
     assert asked.token_ids_logprob == [[3, 5], [3, 5]] and asked.sampling_params.max_new_tokens == 0
-    asked = scoring(query=[1], items=[[2], [3]], label_token_ids=[[4], (6, 5)], item_first=True).inputs()[0]
+    asked = scoring(query=[1], items=[[2], [3]], label_token_ids=[[4], (6, 5)], item_first=True).input()
     assert asked.text is None and asked.input_ids == [[2, 1], [3, 1]]
     assert asked.token_ids_logprob == [[4], [6, 5]]
 

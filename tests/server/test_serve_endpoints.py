@@ -328,6 +328,11 @@ def test_a_classifier_tells_labels(tmp_path: Path) -> None:
         short = post(server, "/classify", {"input": "a b c d e f", "truncate_prompt_tokens": 3})
         assert short["usage"]["prompt_tokens"] == 3 and post(server, "/classify", {"input": []})["data"] == []
         assert post(server, "/invocations", {"input": texts})["data"] == told["data"]
+        asked = {"query": PROMPT, "items": texts, "return_pooled_hidden_states": True}
+        expected, found = engine.score(**asked), post(server, "/v1/score", asked)
+        assert found["scores"] == expected and found["usage"]["prompt_tokens"] == expected.prompt_tokens
+        assert found["pooled_hidden_states"] == [one.tolist() for one in expected.pooled_hidden_states or ()]
+        assert len(found["pooled_hidden_states"][0]) == engine._parts.spec.hidden_size
         answer = server.ask("POST", "/classify", {"input": "a " * 2000})
         assert answer.status == 400 and "reduce the length of the input" in answer.error["message"]
         until(server.quiet)
