@@ -56,10 +56,12 @@ class VisionFamily(NamedTuple):
         check_fields(vision, self.vision_fields, f"{self.architecture}'s vision_config")
         given = family.defaults | self.text_defaults | text
         reads = ConfigReader(config), ConfigReader(text)
-        tied = {"tie_word_embeddings": any([read.flag("tie_word_embeddings") for read in reads])}
+        key = "tie_word_embeddings"  # where neither tells, the decoder's default
+        told = [read.flag(key) for read in reads if read.config.get(key) is not None]
         for read in reads:
             read.done(self.architecture)
-        spec = family.spec_from_hf(given | tied | {"architectures": [self.architecture]})
+        given |= {key: any(told)} if told else {}
+        spec = family.spec_from_hf(given | {"architectures": [self.architecture]})
         spec = self.read(config, self.vision_defaults | vision, spec)
         if spec.vision is None or spec.vision.token >= spec.vocab_size:
             raise ModelLoadError("config.json: the id of image tokens is not within vocab_size.")

@@ -294,6 +294,7 @@ def test_configs_of_the_hub_are_read(name: str) -> None:
     spec = spec_from_config(HUB[name])
     assert spec.vision is not None and spec.max_position >= 4096
     assert len(spec.rope_sections) in (0, spec.head_dim // 2)
+    assert spec.tie_embeddings == (name in ("gemma-3-4b", "qwen3-vl-4b", "llava-onevision-0.5b"))
 
 
 @pytest.mark.parametrize("name", HUB)
