@@ -13,7 +13,7 @@ from fengine.api.outputs import Output
 from fengine.core.sampling_params import GRAMMARS
 from fengine.server.answers import Writer, finish_reason
 from fengine.server.chat_body import ChatOptions
-from fengine.server.choices import ChoiceWriter, finite, hidden_states, token_bytes
+from fengine.server.choices import ChoiceWriter, finite, hidden_states
 from fengine.server.errors import invalid, unsupported
 from fengine.server.openai_body import OpenAIRequest
 from fengine.server.output_parser import OutputParser, TemplateFacts, ThoughtTokens
@@ -196,7 +196,7 @@ class ChatWriter(ChoiceWriter):
         ]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        data = token_bytes(self.tokenizer, token)
+        data = self.tokenizer.decoding.data(token)
         name = self.shown(token) if self.given["return_tokens_as_token_ids"] else data.decode("utf-8", "replace")
         return {"token": name, "bytes": list(data), "logprob": finite(logprob), "token_id": token}
 

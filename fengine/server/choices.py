@@ -20,14 +20,6 @@ LEAST = -9999.0  # OpenAI's number for a logprob of minus infinity, which JSON c
 # -- what single tokens read as ----------------------------------------------------------------------------------------
 
 
-def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """What a token adds to a text in mid-sentence; special tokens as they are written. Pure."""
-    piece = tokenizer.decoding.tables[False][token]
-    if isinstance(piece, bytes):
-        return piece
-    return b"" if piece is None else bytes((piece,)) if isinstance(piece, int) else piece.encode("utf-8", "replace")
-
-
 def shown(data: bytes) -> str:
     """Bytes as text; if they are not whole characters, in OpenAI's notation for bytes. Pure."""
     try:
@@ -168,7 +160,7 @@ class ChoiceWriter(Writer):
         """What a token is called in logprobs: by its text, or token_id:ID, vLLM's way."""
         if self.given["return_tokens_as_token_ids"]:
             return f"token_id:{token}"
-        return shown(token_bytes(self.tokenizer, token))
+        return shown(self.tokenizer.decoding.data(token))
 
     def prompt_logprobs(self, output: Output) -> list[dict[str, Any] | None] | None:
         """vLLM's: at each position {id: {"logprob", "rank", "decoded_token"}} of the token and of the likeliest; the
@@ -256,14 +248,13 @@ class CompletionWriter(ChoiceWriter):
 
     def _width(self, token: int) -> bytes:
         """What a drawn token adds to the text: nothing, if it is a special one that is left out."""
-        left_out = self.skip_special and self.tokenizer.decoding.tables[True][token] in (b"", None)
-        return b"" if left_out else token_bytes(self.tokenizer, token)
+        return self.tokenizer.decoding.data(token, self.skip_special)
 
     def _prompt_widths(self, echo: str, ids: list[int]) -> list[bytes]:
         """What the prompt's tokens add; one that the tokenizer put in front stands in no text."""
         if "text" not in self.request.arguments:
             return [self._width(token) for token in ids]
-        pieces = [token_bytes(self.tokenizer, token) for token in ids]
+        pieces = [self.tokenizer.decoding.data(token) for token in ids]
         if ids and ids[0] == self.tokenizer.bos_id and not echo.startswith(pieces[0].decode("utf-8", "replace")):
             pieces[0] = b""
         return pieces

@@ -12,7 +12,7 @@ from fengine.api.outputs import Output
 from fengine.server.answers import Plan, Writer, event
 from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options
-from fengine.server.choices import finite, token_bytes
+from fengine.server.choices import finite
 from fengine.server.errors import invalid, missing
 from fengine.server.fields import MODEL, Field, Fields, array, flag, loose, take
 from fengine.tokenizer.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class GenerateWriter(Writer):
         if value is None or isinstance(value, list):
             return value and [self._triples(one) for one in value]
         logprob, token, _ = value
-        said = token_bytes(self._tokenizer, token).decode("utf-8", "replace") if self._with_texts else None
+        said = self._tokenizer.decoding.data(token).decode("utf-8", "replace") if self._with_texts else None
         return finite(logprob), token, said
 
 

@@ -106,6 +106,13 @@ class Decoding:
         is_byte = self.byte_fallback and len(shown) == 1 and _BYTE_TOKEN.fullmatch(token)
         return int(is_byte[1], 16) if is_byte else shown
 
+    def data(self, token_id: int, skip_special: bool = False) -> bytes:
+        """What it adds behind another token, as bytes. Pure."""
+        piece = self.tables[skip_special][token_id]
+        if isinstance(piece, bytes):
+            return piece
+        return b"" if piece is None else bytes((piece,)) if isinstance(piece, int) else piece.encode("utf-8", "replace")
+
     def first_piece(self, token_id: int, piece: str) -> str:
         """`piece` as it reads when it is the first one. Pure."""
         return self._shown(self._backend.id_to_token(token_id) or "") if self.first_differs else piece

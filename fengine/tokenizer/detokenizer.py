@@ -226,8 +226,7 @@ def token_texts(tokenizer: Tokenizer | None, size: int) -> TokenTexts:
 
 
 def _text(decoding: Decoding, token_id: int) -> bytes | None:
-    piece = decoding.tables[True][token_id]
-    text = bytes((piece,)) if isinstance(piece, int) else piece.encode() if isinstance(piece, str) else piece
+    text = decoding.data(token_id, skip_special=True)
     if text and decoding.first_differs and b" " in text[1:]:
         return None  # as a text's first token it would lose this space, too
     return text or None

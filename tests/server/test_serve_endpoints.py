@@ -29,7 +29,7 @@ from fengine.server import answers
 from fengine.server.answers import usage_of
 from fengine.server.app import make_app
 from fengine.server.chat import chat_writer
-from fengine.server.choices import completion_writer, token_bytes
+from fengine.server.choices import completion_writer
 from fengine.server.config import ServerConfig, check, log_to_stderr
 from fengine.server.endpoints import ENDPOINTS, open_api
 from fengine.server.errors import ApiError
@@ -559,7 +559,7 @@ def test_events_of_text_alone_are_written_as_any_other(usage: bool, engine: Engi
 
 
 def test_a_prompt_that_spells_what_the_tokenizer_puts_in_front_has_its_width(engine: Engine, server: Live) -> None:
-    begin = token_bytes(engine.tokenizer, engine.tokenizer.bos_id or 0).decode()
+    begin = engine.tokenizer.decoding.data(engine.tokenizer.bos_id or 0).decode()
     body = {"prompt": f"{begin}a", "echo": True, "logprobs": 0, "max_tokens": 1, "add_special_tokens": False}
     (choice,) = post(server, "/v1/completions", body)["choices"]
     assert choice["logprobs"]["tokens"][:2] == [begin, "a"] and choice["logprobs"]["text_offset"][:2] == [0, len(begin)]

@@ -241,6 +241,5 @@ class FengineAPI(ModelAPI):
 
     def _token(self, token: int) -> dict[str, Any]:
         """A token as text and as bytes."""
-        piece = self._tokenizer.decoding.piece(token, False)
-        found = bytes([piece]) if isinstance(piece, int) else piece.encode() if isinstance(piece, str) else piece or b""
+        found = self._tokenizer.decoding.data(token)
         return {"token": found.decode("utf-8", "replace"), "bytes": list(found)}

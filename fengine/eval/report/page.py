@@ -6,7 +6,7 @@ texts the data holds; the script itself never makes markup of them."""
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -195,31 +195,27 @@ def texts(
         tokenizer = Tokenizer.from_directory(directory)
     except (OSError, FengineError) as error:
         return {}, f"the tokenizer of {path!r} cannot be read, so that tokens are shown by their ids: {error}"
-    return _pieces(tokenizer.decoding.tables[False], ids, budget), None
+    return _pieces(tokenizer.decoding.data, ids, budget), None
 
 
-def _pieces(table: Any, ids: Iterable[int], budget: int) -> dict[str, str]:
+def _pieces(data: Callable[[int], bytes], ids: Iterable[int], budget: int) -> dict[str, str]:
     """Of the first ids, in all of about `budget` bytes. Pure."""
     found: dict[str, str] = {}
     for i in ids:
         if type(i) is int and 0 <= i < 2**32:
-            found[str(i)] = piece = shown(table[i])
+            found[str(i)] = piece = shown(data(i))
             budget -= size(piece) + len(str(i)) + 4
             if budget < 0:
                 break
     return found
 
 
-def shown(piece: bytes | str | int | None) -> str:
+def shown(piece: bytes) -> str:
     """A piece as a text; bytes that are no whole character in UTF-8 as ‹E2 96›. Pure."""
-    if isinstance(piece, int):
-        piece = bytes([piece])
-    if isinstance(piece, bytes):
-        try:
-            return piece.decode()
-        except UnicodeDecodeError:
-            return f"‹{piece.hex(' ').upper()}›"
-    return piece or ""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return f"‹{piece.hex(' ').upper()}›"
 
 
 def _directory(path: str, revision: Any) -> Path | None:
