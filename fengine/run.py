@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from typing import NoReturn
 
 from fengine.errors import ConfigError
 from fengine.eval.cli import command
@@ -45,24 +46,28 @@ def _prompts(words: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs these arguments (default: those of this process) and returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    return ended(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _main(words: list[str]) -> int:
     if words and words[0] in COMMANDS:
         return _run(words[0], words[1:])
     if words and words[0] in ("-sc", "--shell-completion") and "COMP_LINE" in os.environ:
         return _complete(words, os.environ["COMP_LINE"])
     if words and words[0] == "help":
         return _help(words[1:])
-    if words and words[0].isidentifier() and words[0].islower():
-        return ended(lambda: _refuse(words[0]))
+    if words and words[0].isidentifier() and (words[0].islower() or words[0].lower() in COMMANDS):
+        _refuse(words[0])
     return _prompts(words)
 
 
 def _help(words: Sequence[str]) -> int:
     """Help of all, of a command, or of the keys whose names hold a word."""
     if not words or words[0] in COMMANDS:
-        return main([*words[:1], "--help"])
+        return _main([*words[:1], "--help"])
     served = import_module("fengine.eval.commands.serve").SERVE
-    return ended(lambda: print(keys_of(words[0], (RUN, EVAL, served)), flush=True) or OK)
+    print(keys_of(words[0], (RUN, EVAL, served)), flush=True)
+    return OK
 
 
 def _complete(words: Sequence[str], line: str) -> int:
@@ -80,7 +85,7 @@ def _complete(words: Sequence[str], line: str) -> int:
     return _prompts(words)
 
 
-def _refuse(word: str) -> int:
+def _refuse(word: str) -> NoReturn:
     """Errors: ConfigError, always."""
     if word in ("run", "generate", "complete", "infer", "predict"):
         raise ConfigError(
@@ -88,7 +93,7 @@ def _refuse(word: str) -> int:
         )
     if word in ("model", "task", "sampling", "prompts", "prompt", "out", "seed"):
         raise ConfigError(f"no command {word!r}; settings are written key=value: {word}=VALUE (fengine help {word})")
-    near = get_close_matches(word, COMMANDS, 1)
+    near = get_close_matches(word.lower(), COMMANDS, 1)
     hint = f"did you mean fengine {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
     raise ConfigError(f"no command {word!r:.80}; {hint}\nfengine --help shows what can be set: key=value")
 

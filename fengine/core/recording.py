@@ -295,5 +295,7 @@ def replay(path: Path) -> tuple[int, int]:
         again = Replay(events[0]["scheduler"])
     except (OSError, UnicodeDecodeError, LookupError, TypeError, ValueError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise InputFileError(f"{path} is no recording of a scheduler's steps: {problem}") from error
+        raise InputFileError(
+            f"{path} is no recording of a scheduler's steps, as scheduler.record=FILE makes one: {problem}"
+        ) from error
     return sum("add" in event for event in events), again.run(events[1:])

@@ -202,3 +202,12 @@ def test_help_of_every_command_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_interruption_while_a_command_is_imported_is_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "import_module", interrupted)
+    assert [run.main(words) for words in (["eval"], ["verify", "x"], ["prompts=[]"])] == [130] * 3
+    assert capsys.readouterr().err == "fengine: interrupted\n" * 3

@@ -30,7 +30,7 @@ def config(*words: str):  # noqa: ANN201
     [
         ("model=null", "model=null: it takes the name of one option"),
         ("sampling=[greedy,creative]", "it takes the name of one option; -m sweeps"),
-        ("=1", "=1: it takes the name of one option"),
+        ("=1", "'=1' names no key"),
         *(
             (f"model.json_overrides='{bad}'", "model.json_overrides must be a JSON object")
             for bad in ("[1]", "null", "{bad", '{"a":1,"a":2}', '{"a":NaN}', "[" * 9999)
@@ -52,7 +52,10 @@ def config(*words: str):  # noqa: ANN201
         ("--tensor-parallel-size 2", "parallel.tp_size=2"),
         ("--temprature 1", "did you mean sampling.temperature=1?"),
         ("--frobnicate", "no option --frobnicate"),
+        ("-p 9000", "-p (--package) and --resolve are of --cfg alone; settings are written key=value"),
+        ("--resolve", "are of --cfg alone"),
         ("hellaswag", "task=hellaswag"),
+        ("lora.paths=[x=/a,y=/b]", """quote the texts of a list: lora.paths='["x=/a", "y=/b"]'"""),
         ('out={"a":"b"}', """quoted twice, for the shell and for fengine: out='"{"a":"b"}"'"""),
         ("--model qwen3-8b", "settings are written key=value; write model=qwen3-8b"),
         ("--model=Qwen/Qwen3-8B", "write model.path=Qwen/Qwen3-8B"),

@@ -306,7 +306,11 @@ def test_one_prompt_runs_as_it_stands(engines: list[FakeEngine], capsys: pytest.
     assert [engine.calls[0]["prompt"] for engine in engines] == [
         *("What is it's name?", "What is its name?", "is a = b so?")
     ]
-    for word, said in (("serv", "did you mean fengine serve?"), ("xyz", "there are eval")):
+    for word, said in (
+        ("serv", "did you mean fengine serve?"),
+        ("Eval", "did you mean fengine eval?"),
+        ("xyz", "there are eval"),
+    ):
         assert run.main([word]) == run.USAGE and said in capsys.readouterr().err
 
 

@@ -208,7 +208,7 @@ MISTAKES = [
     ("model.path=${model.path}", "model.path"),
     ("prompts=Hello,you", "quote what is one text"),
     ("no equal sign", "write key=value"),
-    ("=3", "=3: it takes the name of one option"),
+    ("=3", "'=3' names no key"),
     ("model=[llama", "write key=value"),
     ("max_errors=-1", "max_errors must be at least 0"),
     ("hydra.job.chdir=true", "fixed"),

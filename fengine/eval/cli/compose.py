@@ -45,7 +45,14 @@ def parse(argv: Sequence[str], schema: Schema | None = None) -> Namespace:
     next(a for a in parser._actions if a.dest == "version").version = f"fengine {fengine.__version__}"  # type: ignore[attr-defined]
     parser.error = partial(_refuse_flag, list(argv), set(parser._option_string_actions), keys)
     given = parser.parse_intermixed_args(list(argv))
+    for word in given.overrides:
+        if not word.partition("=")[0].strip():
+            raise ConfigError(f"{word!r:.80} names no key; settings are written key=value (an empty variable, perhaps)")
     given.parser, given.overrides = parser, [mistakes.readable(word, given.multirun) for word in given.overrides]
+    if (given.package or given.resolve) and not given.cfg:
+        raise ConfigError(
+            "-p (--package) and --resolve are of --cfg alone; settings are written key=value: serve.port=9000"
+        )
     if given.config_path or given.experimental_rerun:
         raise ConfigError("--config-path and --experimental-rerun are refused; use --config-dir DIR to add your files")
     return given

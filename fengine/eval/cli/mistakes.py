@@ -147,4 +147,7 @@ def unreadable(word: str, problem: str) -> str:
     if not value or re.search(r"[\"']", key):
         return first + """write key=value, and quote a value with spaces or commas: prompts='["Hello, you"]'"""
     single = value.replace("'", "'\\''")
+    if re.fullmatch(r"\[[^\[\]\"]+\]", single):
+        items = ", ".join(f'"{item.strip()}"' for item in single[1:-1].split(","))
+        return first + f"write key=value, and quote the texts of a list: {key}='[{items:.200}]'"
     return first + f"write key=value, quoted twice, for the shell and for fengine: {key}='\"{single:.200}\"'"
