@@ -4,6 +4,7 @@ socket."""
 import signal
 import socket
 import sys
+import tempfile
 
 from fengine.api.features import FEATURES
 from fengine.api.replica import serve
@@ -14,6 +15,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides
     link = Link(socket.socket(fileno=int(sys.argv[1])))
     start = link.told.get()
+    tempfile.tempdir = start["folder"]  # what it leaves, killed at any moment, goes with all
     if "replica" in start:
         serve(link, start)
     else:

@@ -2,7 +2,6 @@
 
 import os
 import queue
-import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -150,7 +149,6 @@ def read_by(parts: Parts) -> dict[str, Any]:
 
 def serve(link: Link, start: dict[str, Any]) -> None:
     """Until the process ends. What fails at the start is told."""
-    tempfile.tempdir = start["folder"]  # what it leaves, killed at any moment, goes with all
     try:
         parts = build(from_plain(EngineConfig, start["config"], NOTHING), FEATURES)
     except FengineError as error:

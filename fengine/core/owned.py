@@ -3,8 +3,10 @@
 import os
 import shutil
 import tempfile
+import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fengine.errors import StorageError
@@ -21,12 +23,25 @@ def _here(pid: int, end: Callable[..., Any], given: Sequence[Any], named: Mappin
 
 
 class Folder:
-    """A new folder that only this user can read. `cleanup` removes it with what it holds; so does the end."""
+    """A new folder that only this user can read, from `make` on: before, other processes may be told its name, that
+    they remove it should this one be killed. `cleanup` removes it with what it holds; so does the end."""
 
     def __init__(self, prefix: str = "fengine-", parent: str | None = None) -> None:
         """Errors: StorageError."""
-        try:
-            self.name = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        except OSError as error:
-            raise StorageError(f"no temporary folder can be made: {error}; make room for one, or set TMPDIR") from error
+        with _storage():
+            self.name = os.path.join(parent or tempfile.gettempdir(), f"{prefix}{uuid.uuid4().hex}")
         self.cleanup = finalize(self, shutil.rmtree, self.name, ignore_errors=True)
+
+    def make(self) -> "Folder":
+        """Unless another process has. Returns itself. Errors: StorageError."""
+        with _storage():
+            os.makedirs(self.name, 0o700, exist_ok=True)
+        return self
+
+
+@contextmanager
+def _storage() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"no temporary folder can be made: {error}; make room for one, or set TMPDIR") from error

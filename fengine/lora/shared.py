@@ -38,11 +38,16 @@ class SharedAdapters(Adapters):
     def load_tensors(self, name: Any, tensors: Any, values: Any, pinned: Any = False) -> None:
         check_arguments(tensors, values)
         check_tensors(tensors, name)
-        folder = Folder(parent=self.folder)
+        folder = Folder(parent=self.folder).make()
         leave_tensors(tensors, Path(folder.name) / WEIGHTS)
         (Path(folder.name) / CONFIG).write_text(json.dumps(dict(values), default=_plain))
         with self._loading:
-            self._add(name, pinned, "", lambda _: folder.name)
+            try:
+                self._add(name, pinned, "", lambda _: folder.name)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # interrupted: replicas may still have to read it
+                    folder.cleanup.detach()  # it goes with the engine's
+                raise
             self._folders[name] = folder
 
     def unload(self, name: Any) -> None:

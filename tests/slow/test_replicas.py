@@ -1,6 +1,7 @@
 """Engines of several replicas: one's bits, results in order, prompts where they are known, and what a death does."""
 
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -40,7 +42,7 @@ from fengine.errors import (
     StorageError,
     UnsupportedFeatureError,
 )
-from fengine.lora.shared import Replicated
+from fengine.lora.shared import Replicated, SharedAdapters
 from fengine.worker.hub import BOX
 from fengine.worker.safetensors_file import leave_tensors
 
@@ -500,3 +502,53 @@ def test_an_end_ends_what_is_open() -> None:
         list(stream)
     with pytest.raises(EngineClosedError):
         engine.generate("a")
+
+
+def test_one_that_is_out_of_tries_does_not_end_another_that_starts() -> None:
+    """Replica 0 dies and is on its way; replica 1 dies then, and is not started again."""
+    with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
+        core: Any = engine._parts.core
+        first, second = replicas(engine)
+        with core._lock:  # neither is heard before both are dead
+            for each in (first, second):
+                cast(Any, each.child).process.kill()
+            second.facts, second.failures = None, 2
+            assert core._lock.wait_for(lambda: first.facts is None and second.over, 300)
+            assert core.inbox.end is None and not first.over
+        came_back(engine, 0)
+        assert engine.generate("a", {"max_new_tokens": 2})["meta_info"]["completion_tokens"] == 2
+
+
+def test_an_interrupted_load_of_tensors_leaves_replicas_their_file(tmp_path: Path) -> None:
+    """It goes with the engine's folder; that of a load which was refused at once."""
+
+    def ask(part: str, *given: Any) -> None:
+        if part == "load":
+            raise fault("no")
+
+    tensors, values = {"base_model.model.model.layers.0.x": torch.ones(1)}, {"r": 8}
+    adapters = SharedAdapters(LoraConfig(enabled=True), ask, str(tmp_path))
+    for fault, left in ((AdapterError, 0), (KeyboardInterrupt, 1)):
+        with pytest.raises(fault):
+            adapters.load_tensors("a", tensors, values)
+        gc.collect()
+        assert len(list(tmp_path.glob("*/adapter_model.safetensors"))) == left
+
+
+@pytest.mark.parametrize("how", ["dp_size", "tp_size"])
+def test_processes_know_their_folder_before_it_is_there(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that they remove it whenever the first process is killed."""
+    told, settings = [], SETTINGS | {how: 2}
+
+    def send(self: child.Child, start: Any) -> None:
+        told.append((start["folder"], os.listdir(tmp_path)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(child.Child, "send", send)
+    with pytest.raises(KeyboardInterrupt):
+        Engine(**cast(Any, settings))
+    ((folder, before),) = told
+    assert Path(folder).parent == tmp_path and before == [] and not Path(folder).exists()

@@ -9,7 +9,7 @@ from fengine.core.owned import Folder
 
 
 def test_a_folder_goes_once_with_its_object_or_by_name(tmp_path: Path) -> None:
-    one, two = Folder("x-", str(tmp_path)), Folder("y-", str(tmp_path))
+    one, two = (Folder(name, str(tmp_path)).make() for name in ("x-", "y-"))
     (Path(one.name) / "file").touch()
     one.cleanup()
     one.cleanup()
@@ -22,7 +22,7 @@ def test_a_fork_leaves_it_and_the_end_of_the_process_does_not(tmp_path: Path) ->
     code = (
         "import os, sys\n"
         "from fengine.core.owned import Folder\n"
-        "kept, dropped = Folder(parent=sys.argv[1]), Folder(parent=sys.argv[1])\n"
+        "kept, dropped = (Folder(parent=sys.argv[1]).make() for _ in range(2))\n"
         "if (child := os.fork()) == 0:\n"
         "    del dropped\n"
         "    kept.cleanup()\n"

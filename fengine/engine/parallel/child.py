@@ -129,7 +129,9 @@ class Link:
         with suppress(OSError, ValueError):  # the last line may be half of one
             for line in self.sock.makefile("rb"):
                 told = json.loads(line)
-                self.folder = self.folder or told["folder"]  # in the first line, behind which may come the end
+                if self.folder is None:  # the first line, behind which may come the end
+                    self.folder = str(told["folder"])
+                    os.makedirs(self.folder, 0o700, exist_ok=True)
                 self.told.put(told)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -67,13 +67,17 @@ class Ranks(Watcher):
         self._news = threading.Condition()
         self._loaded: dict[int, Any] = {}  # of ranks that have their weights, where these were read
         self._ranks: dict[int, Child] = {}
-        for rank in range(1, self.size):
-            model = replace(config.model, device=devices[rank], skip_tokenizer_init=True)
-            named = [name, rank, self.folder.name, sockets[rank]]
-            start = {"config": to_plain(replace(config, model=model), NOTHING), "group": named, "folder": named[2]}
-            hear, ended = partial(self._hear, rank), partial(self._ended, rank)
-            self._ranks[rank] = Child(start, torch.get_num_threads() // self.size, hear, ended, sockets[rank])
-            peers.close(sockets[rank])
+        with ExitStack() as broken:
+            broken.callback(self.close)
+            for rank in range(1, self.size):
+                model = replace(config.model, device=devices[rank], skip_tokenizer_init=True)
+                named = [name, rank, self.folder.name, sockets[rank]]
+                start = {"config": to_plain(replace(config, model=model), NOTHING), "group": named, "folder": named[2]}
+                hear, ended = partial(self._hear, rank), partial(self._ended, rank)
+                self._ranks[rank] = Child(start, torch.get_num_threads() // self.size, hear, ended, sockets[rank])
+                peers.close(sockets[rank])
+            self.folder.make()
+            broken.pop_all()
 
     def _ended(self, rank: int, how: str) -> None:
         self._fail(f"rank {rank} of {self.size} {how}")

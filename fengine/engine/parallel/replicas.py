@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from fengine.core.plain import to_plain
 from fengine.engine.inbox import Inbox
 from fengine.engine.load import Loaded
 from fengine.engine.output_processor import OutputProcessor
-from fengine.engine.parallel.child import NOTHING, Child
+from fengine.engine.parallel.child import NOTHING
 from fengine.engine.parallel.kept import CHANGES, Kept
 from fengine.engine.parallel.progress import encoded, error_of, take, with_images
 from fengine.engine.parallel.remote import METHODS, Remote, RemoteUpdates, joined, not_built, plain_command
@@ -34,7 +33,6 @@ from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL
 from fengine.engine.workers import Features
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, ModelLoadError
-from fengine.worker.process_group import device_of_rank
 
 logger = logging.getLogger("fengine")
 
@@ -58,6 +56,7 @@ class Replicas:
             broken.callback(self.close)  # also where whoever waits is interrupted
             for each in self.replicas:
                 self._start(each)
+            self.folder.make()
             with self._lock:
                 self._lock.wait_for(lambda: self.inbox.end or all(each.facts for each in self.replicas))
                 if faults := [f"replica {each.rank} {each.fault}" for each in self.replicas if each.strange]:
@@ -67,12 +66,9 @@ class Replicas:
         self._began = True
 
     def _start(self, replica: Replica) -> None:
-        model, parallel, gpus = self.config.model, self.config.parallel, self.config.parallel.tp_size
-        device = device_of_rank(model.device or "cpu", replica.rank * gpus, self.size * gpus)
-        own = replace(self.config, model=replace(model, device=device), parallel=replace(parallel, dp_size=1))
-        start = {"replica": replica.rank, "config": to_plain(own, NOTHING), "folder": self.folder.name}
-        hear, ended = partial(self._hear, replica), partial(self._died, replica)
-        replica.child = Child(start, torch.get_num_threads() // self.size, hear, ended)
+        child = replica.start(self.config, self.folder.name, partial(self._hear, replica), partial(self._died, replica))
+        if self.inbox.end is not None:  # `close` may have come before it
+            child.close()
 
     def _hear(self, replica: Replica, told: dict[str, Any]) -> None:
         with self._lock:
@@ -127,11 +123,15 @@ class Replicas:
             again = begun and self.config.parallel.dp_restart and replica.failures < STARTS and self.inbox.end is None
             if self._began:
                 logger.warning("%s; it is%s started again", error, "" if again else " not")
-            if not again and not (self._began and any(each.facts for each in self.replicas)):
+            replica.over = not again
+            if not again and not (self._began and any(not each.over for each in self.replicas)):
                 self.inbox.close(EngineDeadError(f"{error}; no replica is left, create a new engine"))
             self._lock.notify_all()
         if again:
-            self._start(replica)
+            try:
+                self._start(replica)
+            except OSError as fault:
+                self._died(replica, f"cannot be started: {fault}")
 
     def submit(self, states: Sequence[RequestState]) -> None:
         """As `EngineCore.submit`. Errors: UnsupportedFeatureError too, for what cannot go to another process."""

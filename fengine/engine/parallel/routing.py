@@ -3,14 +3,20 @@ replica that knows most of its prompt's beginning among those that are about as 
 replicas know is guessed from the prompts and outputs that they had."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from fengine.config import EngineConfig
+from fengine.core.plain import to_plain
 from fengine.core.request import Request
-from fengine.engine.parallel.child import Child
+from fengine.engine.parallel.child import NOTHING, Child
 from fengine.engine.request_state import RequestState
 from fengine.errors import FengineError
+from fengine.worker.process_group import device_of_rank
 
 BLOCK = 64  # tokens by which prompts are compared
 AWAY = "has ended, or is being started again"
@@ -33,6 +39,7 @@ class Replica:
         """`blocks`: of prompts that it is taken to know."""
         self.rank, self.blocks = rank, blocks
         self.child: Child | None = None
+        self.over = False  # its process has ended, and is not started again
         self.facts: dict[str, Any] | None = None  # what it told when it was ready; None: it is not
         self.catching_up: list[Future[Any]] = []  # its answers to what it was told then
         self.read: dict[str, Any] = {}  # what it told last of the files that it has read
@@ -44,6 +51,15 @@ class Replica:
         self.asked = 0
         self.failures = 0  # starts in a row that came to nothing
         self.known: OrderedDict[Hashable, None] = OrderedDict()
+
+    def start(self, config: EngineConfig, folder: str, hear: Callable[..., None], ended: Callable[..., None]) -> Child:
+        """Its process. `config`: of all replicas. Errors: ConfigError, OSError."""
+        model, parallel, gpus = config.model, config.parallel, config.parallel.tp_size
+        device = device_of_rank(model.device or "cpu", self.rank * gpus, parallel.dp_size * gpus)
+        own = replace(config, model=replace(model, device=device), parallel=replace(parallel, dp_size=1))
+        told = {"replica": self.rank, "config": to_plain(own, NOTHING), "folder": folder}
+        self.child = Child(told, torch.get_num_threads() // parallel.dp_size, hear, ended)
+        return self.child
 
     @property
     def caught_up(self) -> bool:
