@@ -67,7 +67,7 @@ class Speculation:
     warm_up: Callable[[], None] = lambda: None  # captures graphs, over weights that are there
     release: Callable[[bool], None] = lambda kv: None  # drops them, and on True its KV, until it is told of another
     reveal: Callable[[], Mapping[Request, list[int]]] | None = None  # waits for `Late` proposals, and tells them
-    go_ahead: Callable[[SchedulerOutput], None] = lambda output: None  # of a step in flight, which rows wait for
+    go_ahead: Callable[[SchedulerOutput], None] = lambda output: None  # may guess behind a step in flight
     feature_layers: tuple[int, ...] = ()  # of the model, whose streams are wanted beside the KV
 
 

@@ -6,7 +6,8 @@ A guess is drawn from the draft's logits with the request's parameters, edits, m
 draws from the target's. So the two agree as often as their logits allow, and no bit depends on the draft: what is wrong
 is not kept. Its KV lies under the target's page ids, in pages of its own memory; guesses beyond a row's pages go to a
 page that every row slot has for them. Rows wait for their tokens while they are tried, because a guess needs all of
-them; a request whose guesses do not pay rests, and runs as any other.
+them; a request whose guesses do not pay rests, and runs as any other. On CUDA the device goes on to the next guesses
+behind a step that the host has not read (`ahead.py`).
 Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
 """
 
