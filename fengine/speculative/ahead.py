@@ -58,8 +58,8 @@ def tries_of(chained: Chained, output: SchedulerOutput, behind: int) -> list[Try
     tries = []
     for ask, memo, _ in chained.rows:
         tried, own, draws = places.get(ask.request, (0, 0, 0))
-        if not tried or not memo.pace.sure(tried):
-            return []
+        if not tried or ask.drafting.memo is not memo or not memo.pace.sure(tried):
+            return []  # also where it has left its row since
         kept = 0 if behind else len(memo.guesses) - 1
         tries.append(Try(memo.known, tried, own, draws, kept, memo.room, ask.request.token_ids[-1]))
     return tries

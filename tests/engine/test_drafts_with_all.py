@@ -19,6 +19,7 @@ from loops import in_loop
 from torch import Tensor
 
 from fengine import Engine
+from fengine.core.scheduler_output import SchedulerOutput, Watcher
 from fengine.core.speculation import Late
 from fengine.worker.hub import resolve_model
 
@@ -226,6 +227,38 @@ def test_chains_that_go_on_before_a_step_is_read_guess_the_same(
     assert found[0] == found[1] and taken[True] > 7
     tries = zip_longest(*(told["spec_correct_drafts_histogram"] for _, told in found[0]), fillvalue=0)
     assert draft == "EAGLE3" or list(map(any, tries)) == [True] * 5
+
+
+class Ends(Watcher):
+    """Ends request "0" when its guesses are in flight, for the third time."""
+
+    def __init__(self, llm: Engine) -> None:
+        self.llm, self.left = llm, 3
+
+    def launched(self, output: SchedulerOutput) -> None:
+        self.left -= any(output.requests[index].rid == "0" for index, _ in output.drafts)
+        if self.left == 0:
+            self.left = -1
+            self.llm._parts.core.requests.abort(["0"], None)
+
+
+def test_who_ends_while_its_guesses_are_in_flight_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    params: Any = [{"max_new_tokens": 24, "sampling_seed": i, "temperature": 0.5 * i} for i in range(3)]
+    rids = ["0", "1", "2"]
+    with Engine(**BOX) as llm:
+        expected: Any = llm.generate([STORY] * 3, params, return_logprob=True)
+    with Engine(**BOX | SELF | {"disable_overlap_schedule": False}) as llm:
+        use_graphs(llm._parts, monkeypatch)
+        use_draft_graphs(llm._parts, monkeypatch)
+        in_loop(llm._parts.core, lambda: llm._parts.core.stepper.watch(Ends(llm)))
+        found: Any = llm.generate([STORY] * 3, params, return_logprob=True, rid=rids)
+    ended, *others = [output["meta_info"] for output in found]
+    assert ended["finish_reason"]["type"] == "abort" and 0 < ended["completion_tokens"] < 24
+    want = [output["meta_info"]["output_token_logprobs"] for output in expected]
+    assert [ended["output_token_logprobs"], *(told["output_token_logprobs"] for told in others)] == [
+        want[0][: ended["completion_tokens"]], *want[1:]
+    ]  # fmt: skip
+    assert all(told["spec_num_correct_drafts"] > 12 for told in others)
 
 
 def same(logits: Tensor, params: list[dict[str, Any]]) -> Tensor:
