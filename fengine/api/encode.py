@@ -52,9 +52,7 @@ async def async_encode(engine: Any, prompt: Any, *args: Any, **options: Any) -> 
 @described_by(EncodeReqInput)
 async def async_encode(engine: Any, *args: Any, **kwargs: Any) -> Any:
     """As `encode`. Works in any event loop."""
-    req = record_of(EncodeReqInput, args, kwargs)
-    await engine._prepare(req)
-    return await submit_encode(engine, req, asyncio.get_running_loop()).wait_async()
+    return await engine._answered(record_of(EncodeReqInput, args, kwargs))
 
 
 def submit_encode(

@@ -186,9 +186,22 @@ class Engine:
     @described_by(GenerateReqInput)
     async def async_generate(self, *args: Any, **kwargs: Any) -> Any:
         """As `generate`; awaits the result, or with `stream=True` an async iterator. Works in any event loop."""
-        req = record_of(GenerateReqInput, args, kwargs)
-        await self._prepare(req)
-        collector = self.submit(req, asyncio.get_running_loop())
+        return await self._answered(record_of(GenerateReqInput, args, kwargs))
+
+    async def _answered(self, req: GenerateReqInput | EncodeReqInput) -> Any:
+        """What `async_generate` or `async_encode` gives of a call. The event loop goes on while grammars are compiled,
+        and images and adapters that have left CPU memory are read."""
+        if isinstance(req, GenerateReqInput) and (sources := grammars_in(self._context, req.sampling_params)):
+            await asyncio.to_thread(self._context.grammars.prepare, sources)
+        if (images := self._parts.images) is not None and req.image_data is not None:
+            req.image_data = await asyncio.to_thread(images.read_all, req.image_data)
+        if (adapters := self._parts.adapters) is not None:
+            for name in adapters.given_up(req.lora_path):
+                await asyncio.to_thread(adapters.resolve, name)
+        loop = asyncio.get_running_loop()
+        if isinstance(req, EncodeReqInput):
+            return await self.submit_encode(req, loop).wait_async()
+        collector = self.submit(req, loop)
         return AsyncStream(collector, self) if req.stream is True else await collector.wait_async()
 
     def submit(
@@ -210,16 +223,6 @@ class Engine:
     def _refuse_own_thread(self) -> None:
         if self._parts.core.owns_thread():
             raise InvalidRequestError("a logit processor cannot ask its engine for text: the engine waits for it.")
-
-    async def _prepare(self, req: GenerateReqInput | EncodeReqInput) -> None:
-        """Compiles grammars, reads images and adapters that have left CPU memory, while the event loop goes on."""
-        if isinstance(req, GenerateReqInput) and (sources := grammars_in(self._context, req.sampling_params)):
-            await asyncio.to_thread(self._context.grammars.prepare, sources)
-        if (images := self._parts.images) is not None and req.image_data is not None:
-            req.image_data = await asyncio.to_thread(images.read_all, req.image_data)
-        if (adapters := self._parts.adapters) is not None:
-            for name in adapters.given_up(req.lora_path):
-                await asyncio.to_thread(adapters.resolve, name)
 
     # -- what else it can do: functions of other files are methods -----------------------------------------------------
 

@@ -82,7 +82,7 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
         value = given.get(name)
         return checks.per_prompt(name, value, count) if isinstance(value, list) else [value] * count
 
-    sampling = _with_preferred(spread("sampling_params"), preferred)
+    sampling = with_preferred(spread("sampling_params"), preferred)
     samples = _samples(sampling)
     if count * samples > MAX_REQUESTS:
         raise InvalidRequestError(f"a call may have at most {MAX_REQUESTS} results, got {count} prompts × n={samples}.")
@@ -130,7 +130,7 @@ def _prompts(text: Any, ids: Any) -> tuple[list[Any], bool, bool]:
     return list(text), True, False
 
 
-def _with_preferred(sampling: list[Any], preferred: Mapping[str, Any]) -> list[Any]:
+def with_preferred(sampling: list[Any], preferred: Mapping[str, Any]) -> list[Any]:
     """`preferred` under each of them; one that many prompts share stays one, so that it is checked once."""
     if not preferred:
         return sampling

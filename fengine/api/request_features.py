@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fengine.api.context import EngineContext, HasContext
-from fengine.api.generate_input import GenerateReqInput
+from fengine.api.generate_input import GenerateReqInput, with_preferred
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Turn
 from fengine.core.parameter_kinds import json_like
@@ -34,10 +34,9 @@ def grammar_asked(context: EngineContext, params: SamplingParams) -> Grammar | N
 def grammars_in(context: EngineContext, sampling: Any) -> set[Source]:
     """The grammars of a call's sampling parameters, as far as these are valid. Pure."""
     found, sampling = set(), plain(sampling)
-    for values in sampling if isinstance(sampling, list) else [sampling]:
-        merged = {**context.preferred, **(values or {})} if values is None or isinstance(values, dict) else values
+    for values in with_preferred(sampling if isinstance(sampling, list) else [sampling], context.preferred):
         try:
-            params = SamplingParams.of(merged)
+            params = SamplingParams.of(values)
         except FengineError:
             continue  # reported when the call is checked
         if params.grammar_key is not None:

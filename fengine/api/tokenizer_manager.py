@@ -1,6 +1,5 @@
 """`engine.tokenizer_manager`: the names through which programs written for SGLang's engine reach its insides."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from functools import cached_property
 from types import SimpleNamespace
@@ -45,21 +44,15 @@ class TokenizerManager:
     ) -> AsyncIterator[dict[str, Any] | list[dict[str, Any]]]:
         """Yields the chunks of a stream, or once what `async_generate` or `async_encode` returns. `request`, of a web
         framework, has no effect. Errors: those of `Engine.generate`."""
-        loop, engine = asyncio.get_running_loop(), self._engine
-        await engine._prepare(req)
-        if isinstance(req, EncodeReqInput):
-            yield await engine.submit_encode(req, loop).wait_async()
+        found = await self._engine._answered(req)
+        if not isinstance(found, AsyncStream):
+            yield found
             return
-        collector = engine.submit(req, loop)
-        if not req.stream:
-            yield await collector.wait_async()
-            return
-        stream = AsyncStream(collector, engine)
         try:
-            async for chunk in stream:
+            async for chunk in found:
                 yield chunk
         finally:
-            await stream.aclose()
+            await found.aclose()
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Ends the request with exactly this rid, or all; an unknown or empty one is ignored."""
