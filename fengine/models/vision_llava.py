@@ -33,7 +33,7 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     whole, part = ConfigReader(config), ConfigReader(vision)
     refuse_others(vision, {"model_type": "clip_vision_model"})
     refuse_others(config, ONLY)
-    token = whole.size("image_token_index", 1 << 24, default=whole.size("image_token_id", 1 << 24, default=32000))
+    token = whole.size("image_token_id", 1 << 24, default=whole.size("image_token_index", 1 << 24, default=32000))
     found = tower.square(part, token)
     chosen = config.get("vision_feature_layer", -2)
     chosen = chosen if isinstance(chosen, list) else [chosen]

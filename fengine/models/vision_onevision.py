@@ -72,7 +72,7 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     whole, most = ConfigReader(config), most_tiles(config, vision)
     tile, patch = (ConfigReader(vision).size(name, 1 << 14) for name in ("image_size", "patch_size"))
     part = ConfigReader(vision | {"image_size": tile - tile % max(patch, 1)})  # what is over is not read
-    token = whole.size("image_token_index", 1 << 24, default=whole.size("image_token_id", 1 << 24, default=151646))
+    token = whole.size("image_token_id", 1 << 24, default=whole.size("image_token_index", 1 << 24, default=151646))
     found = tower.square(part, token)
     sizes = config.get("image_grid_pinpoints") or [[h, w] for h in SIDES for w in SIDES]
     if not isinstance(sizes, list) or not all(

@@ -313,6 +313,13 @@ def test_absent_keys_are_those_of_transformers(name: str) -> None:
     assert spec.vision is not None and spec.vision.num_heads == getattr(theirs.vision_config, heads)
 
 
+@pytest.mark.parametrize("name", ["llava-1.5-7b", "llava-onevision-0.5b"])
+def test_the_newer_name_of_the_image_token_counts(name: str) -> None:
+    config = HUB[name] | {"image_token_index": 7, "image_token_id": 8}
+    vision = spec_from_config(config).vision
+    assert vision is not None and vision.token == AutoConfig.for_model(**copy.deepcopy(config)).image_token_id == 8
+
+
 @pytest.mark.parametrize("name", HUB)
 @pytest.mark.parametrize("part", ["", "text_config", "vision_config"])
 def test_a_key_that_is_not_known_is_refused(name: str, part: str) -> None:
