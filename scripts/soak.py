@@ -1,12 +1,14 @@
 """A server under mixed traffic for as long as asked: does anything grow? Clients that vanish included.
 
     python scripts/soak.py --minutes 360 --clients 16 --json scripts/results/soak.json
+    python scripts/soak.py --clients 64 --answers 16 model.device=cuda scheduler.max_running_requests=512
 
 `fengine serve` with the model in the box runs in a process of its own. Each client in turn asks for a completion or a
 chat, streamed or not, some with logprobs, a stop string, a penalty or a grammar, some with a body that is refused; of
 the streams a third is cut off by closing the socket in the middle. Every five seconds the server's resident memory,
 threads, descriptors and held pages are read from /proc and /metrics. Told are slopes over the time behind the first
-`--settle` share, and what is held when all clients have gone: pages and open requests must be 0.
+`--settle` share, and what is held when all clients have gone: pages and open requests must be 0. A step's time is that
+between two readings by the steps that ran.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,8 @@ GAUGES = ("kv_cache_pages_used", "num_requests_running", "num_requests_waiting",
 WORDS = "the of and a to in is you that it he was for on are as with his they at be this have from or one had".split()
 
 
-def body(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """Path and JSON body of one request."""
+def body(draw: random.Random, answers: int) -> tuple[str, dict[str, Any]]:
+    """Path and JSON body of one request, for so many answers."""
     text = " ".join(draw.choices(WORDS, k=draw.randrange(1, 60)))
     more: dict[str, Any] = {"model": "box", "max_tokens": draw.randrange(1, 80), "stream": draw.random() < 0.7}
     kind = draw.random()
@@ -45,6 +48,8 @@ def body(draw: random.Random) -> tuple[str, dict[str, Any]]:
         more |= {"regex": "[a-z]{1,9}"}
     elif kind < 0.45:
         more |= {"max_tokens": -1}  # refused
+    if answers > 1:
+        more["n"] = answers
     if draw.random() < 0.5:
         return "/v1/completions", {"prompt": text} | more
     return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]} | more
@@ -53,8 +58,8 @@ def body(draw: random.Random) -> tuple[str, dict[str, Any]]:
 class Clients:
     """Threads that ask until they are told to stop. Counts what came of it."""
 
-    def __init__(self, port: int, count: int, seed: int) -> None:
-        self.port, self.stop, self.outcomes = port, threading.Event(), Counter[str]()
+    def __init__(self, port: int, count: int, answers: int, seed: int) -> None:
+        self.port, self.answers, self.stop, self.outcomes = port, answers, threading.Event(), Counter[str]()
         self.threads = [threading.Thread(target=self._run, args=(random.Random(seed + i),)) for i in range(count)]
         for thread in self.threads:
             thread.start()
@@ -66,7 +71,7 @@ class Clients:
 
     def _run(self, draw: random.Random) -> None:
         while not self.stop.is_set():
-            path, what = body(draw)
+            path, what = body(draw, self.answers)
             try:
                 self.outcomes[self._ask(path, what, cut=what["stream"] and draw.random() < 0.33)] += 1
             except (OSError, http.client.HTTPException) as error:
@@ -110,12 +115,22 @@ def slope(samples: list[dict[str, float]], name: str) -> float:
     return statistics.linear_regression([s["time"] / 3600 for s in samples], [s[name] for s in samples]).slope
 
 
-def serve() -> tuple[subprocess.Popen[str], int]:
+def step_times(samples: list[dict[str, float]]) -> dict[str, float]:
+    """Milliseconds of a step between two readings: the median and the most, of the first half and of the second."""
+    pairs = [(a, b) for a, b in pairwise(samples) if b["steps_total"] > a["steps_total"]]
+    ms = [1e3 * (b["time"] - a["time"]) / (b["steps_total"] - a["steps_total"]) for a, b in pairs]
+    halves = {"first": ms[: len(ms) // 2], "second": ms[len(ms) // 2 :]}
+    return {f"{what.__name__} of the {name} half": round(what(half), 3)
+            for name, half in halves.items() if half for what in (statistics.median, max)}  # fmt: skip
+
+
+def serve(overrides: list[str]) -> tuple[subprocess.Popen[str], int]:
     """The server and its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "fengine.run", "serve", "model.path=box", "model.device=cpu", f"serve.port={port}"]
+    command = [sys.executable, "-m", "fengine.run", "serve", "model.path=box", f"serve.port={port}"]
+    command += overrides or ["model.device=cpu"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     for _ in range(600):
         with suppress(OSError):
@@ -132,13 +147,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--answers", type=int, default=1, help="of each request")
     parser.add_argument("--settle", type=float, default=0.3, help="the share of the time that slopes leave out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", help="of the server's configuration; default model.device=cpu")
     options = parser.parse_args()
-    process, port = serve()
+    process, port = serve(options.overrides)
     try:
-        clients, samples = Clients(port, options.clients, options.seed), []
+        clients, samples = Clients(port, options.clients, options.answers, options.seed), []
         end = time.monotonic() + 60 * options.minutes
         while time.monotonic() < end:
             time.sleep(5)
@@ -152,7 +169,9 @@ def main() -> None:
     settled = [s for s in samples if s["time"] > samples[0]["time"] + options.settle * 60 * options.minutes]
     report = {
         "minutes": options.minutes, "clients": options.clients, "outcomes": dict(clients.outcomes.most_common()),
-        "steps": last["steps_total"], "slopes_per_hour": {n: round(slope(settled, n), 3) for n in ("rss_mib", "threads",
+        "overrides": options.overrides, "steps": last["steps_total"],
+        "running": statistics.median(s["num_requests_running"] for s in settled), "step_ms": step_times(settled),
+        "slopes_per_hour": {n: round(slope(settled, n), 3) for n in ("rss_mib", "threads",
                                                                                             "descriptors")},
         "ranges": {n: [min(s[n] for s in settled), max(s[n] for s in settled)] for n in ("rss_mib", "threads",
                                                                                         "descriptors")},
