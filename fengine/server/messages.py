@@ -109,16 +109,16 @@ def _message(message: Any, where: str) -> list[Any]:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return [message]
-    told, parts, calls, results = {"role": message.get("role")}, list[Any](), list[Any](), list[Any]()
+    told, results = dict[str, Any](role=message.get("role")), list[Any]()
     for i, block in enumerate(content):
         kind, at = block.get("type") if isinstance(block, dict) else None, f"{where}.content[{i}]"
         if kind == "text":
-            parts.append({"type": "text", "text": _texts([block], at)})
+            told.setdefault("content", []).append({"type": "text", "text": _texts([block], at)})
         elif is_image(block):
-            parts.append(block)
+            told.setdefault("content", []).append(block)
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            told.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             results.append(_result(block, at))
         elif kind == "thinking":
@@ -126,10 +126,9 @@ def _message(message: Any, where: str) -> list[Any]:
         elif kind != "redacted_thinking":
             known = "text, image, tool_use, tool_result, thinking"
             raise invalid("messages", f"{at} has the type {kind!r:.80}, not {known}.")
-    if calls:
-        told["tool_calls"] = calls
-    if parts or calls or not results:
-        results.append(told | {"content": parts or ""})
+    if {"content", "tool_calls"} & told.keys() or not results:
+        told.setdefault("content", "")
+        results.append(told)
     return results
 
 

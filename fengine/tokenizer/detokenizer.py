@@ -110,14 +110,12 @@ class Detokenizer:
     __slots__ = ("_held", "_longest", "_search", "_stops", "_text", "_trim", "matched", "matched_tokens", "num_tokens")
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, *, continues: bool = False,
-        patterns: tuple[StopRegex, ...] | None = None,
-    ) -> None:  # fmt: skip
-        """`continues`: the text goes on behind a prompt, so a SentencePiece tokenizer's first space is kept.
-        `patterns`: params.stop_regex, compiled, where many requests of one thread share them."""
+        self, tokenizer: Tokenizer, params: SamplingParams, *, patterns: tuple[StopRegex, ...] | None = None
+    ) -> None:
+        """`patterns`: params.stop_regex, compiled, where many requests of one thread share them."""
         decoding = tokenizer.decoding
         table = decoding.tables[params.skip_special_tokens]
-        self._text = Text(decoding, table, first=not continues, strip=0 if continues else decoding.strip)
+        self._text = Text(decoding, table, first=True, strip=decoding.strip)
         self._stops = params.stop
         self._longest = max(map(len, params.stop), default=0)
         patterns = compile_patterns(params.stop_regex) if patterns is None else patterns

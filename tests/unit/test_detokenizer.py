@@ -145,14 +145,6 @@ def test_a_space_that_is_not_shown_ends_nothing(made):
         assert (text, detokenizer.matched, detokenizer.matched_tokens) == first_stop(tokenizer, ids, stops, True)
 
 
-def test_first_space_stays_where_text_continues_a_prompt(made):
-    tokenizer = made("llama2")[1]
-    ids = tokenizer.encode("name is", add_special_tokens=False)
-    for continues, text in [(False, "name is"), (True, " name is")]:
-        detokenizer = Detokenizer(tokenizer, SamplingParams(), continues=continues)
-        assert detokenizer.push(ids) + detokenizer.finish() == text
-
-
 @settings(max_examples=400, deadline=None)
 @example(["x n", " ' ", "t"])
 @given(st.lists(st.text(" .,?!'ntmvresx", max_size=7), max_size=8))
