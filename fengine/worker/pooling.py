@@ -232,9 +232,10 @@ def _prompt(path: Path) -> str:
     """What stands before every text that names no prompt of its own."""
     config = _read(path) if os.path.lexists(path) else {}
     prompts, name = config.get("prompts") or {}, config.get("default_prompt_name")
-    if not isinstance(prompts, dict) or not (name is None or isinstance(prompts.get(name), str)):
+    texts = {k: v for k, v in prompts.items() if isinstance(v, str)} if isinstance(prompts, dict) else {}
+    if not isinstance(prompts, dict) or name not in (None, *texts):
         raise ModelLoadError(f"{path}: default_prompt_name {name!r:.80} must be null or name a text in prompts.")
-    return "" if name is None else prompts[name]
+    return "" if name is None else texts[name]
 
 
 def _text_limits(directory: Path, where: str = "") -> tuple[bool, int | None]:

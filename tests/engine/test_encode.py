@@ -127,6 +127,7 @@ def test_what_is_done_to_texts_first(tmp_path: Path) -> None:
         ("sentence_bert_config.json", {"max_seq_length": 0}),
         ("sentence_bert_config.json", {"do_lower_case": "yes"}),
         ("config_sentence_transformers.json", {"default_prompt_name": "query"}),
+        ("config_sentence_transformers.json", {"default_prompt_name": ["query"]}),
     ):
         good = (directory / file).read_text()
         (directory / file).write_text(json.dumps(bad))
