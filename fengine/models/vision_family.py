@@ -33,6 +33,7 @@ class VisionFamily(NamedTuple):
     text_defaults: Config = {}
     vision_defaults: Config = {}
     leaves: LayerLeaves = prenorm_layer  # of a layer of the decoder
+    text_ties: bool = False  # tie_word_embeddings of text_config counts beside that of the whole config
 
     def models(self) -> dict[str, Model]:
         def weights(spec: ModelSpec) -> list[Weight]:
@@ -60,7 +61,7 @@ class VisionFamily(NamedTuple):
         told = [read.flag(key) for read in reads if read.config.get(key) is not None]
         for read in reads:
             read.done(self.architecture)
-        given |= {key: any(told)} if told else {}
+        given |= {key: any(told) if self.text_ties else told[0]} if told else {}
         spec = family.spec_from_hf(given | {"architectures": [self.architecture]})
         spec = self.read(config, self.vision_defaults | vision, spec)
         if spec.vision is None or spec.vision.token >= spec.vocab_size:

@@ -66,5 +66,5 @@ def rename(name: str) -> str:
 
 FAMILY = VisionFamily(
     "LlavaForConditionalGeneration", "llava", FIELDS, tower.FIELDS, read, weights, Vision(encode, pieces), rename,
-    text_defaults=TEXT, vision_defaults=CLIP,
+    text_defaults=TEXT, vision_defaults=CLIP, text_ties=True,
 )  # fmt: skip

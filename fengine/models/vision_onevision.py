@@ -143,5 +143,5 @@ def rename(name: str) -> str:
 
 FAMILY = VisionFamily(
     "LlavaOnevisionForConditionalGeneration", "llava_onevision", FIELDS, tower.FIELDS, read, weights,
-    Vision(encode, pieces), rename, text_defaults=TEXT, vision_defaults=tower.SIGLIP,
+    Vision(encode, pieces), rename, text_defaults=TEXT, vision_defaults=tower.SIGLIP, text_ties=True,
 )  # fmt: skip

@@ -177,6 +177,7 @@ def _family(architecture: str, model_type: str, text: dict[str, Any], third: boo
     return QwenFamily(
         architecture, model_type, FIELDS, VISION_FIELDS, partial(read, third=third), partial(weights, third=third),
         Vision(partial(encode, third=third), pieces, positions), rename, text, vision_defaults=defaults,
+        text_ties=not third,
     )  # fmt: skip
 
 

@@ -313,6 +313,15 @@ def test_absent_keys_are_those_of_transformers(name: str) -> None:
     assert spec.vision is not None and spec.vision.num_heads == getattr(theirs.vision_config, heads)
 
 
+@pytest.mark.parametrize("name", [name for name in HUB if "text_config" in HUB[name]])
+@pytest.mark.parametrize(("whole", "text"), [(True, False), (False, True)])
+def test_which_config_ties_the_head(name: str, whole: bool, text: bool) -> None:
+    config = copy.deepcopy(HUB[name]) | {"tie_word_embeddings": whole}
+    config["text_config"]["tie_word_embeddings"] = text
+    theirs = AutoConfig.for_model(**copy.deepcopy(config))
+    assert spec_from_config(config).tie_embeddings == theirs.tie_word_embeddings
+
+
 @pytest.mark.parametrize("name", ["llava-1.5-7b", "llava-onevision-0.5b"])
 def test_the_newer_name_of_the_image_token_counts(name: str) -> None:
     config = HUB[name] | {"image_token_index": 7, "image_token_id": 8}
