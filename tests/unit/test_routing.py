@@ -20,7 +20,7 @@ from fengine.api.replica import Server
 from fengine.config import EngineConfig, ParallelConfig
 from fengine.core.plain import from_plain
 from fengine.core.request import Request, SamplingParams, Status
-from fengine.engine.parallel import replicas
+from fengine.engine.parallel import replicas, routing
 from fengine.engine.parallel.child import NOTHING
 from fengine.engine.parallel.progress import progress, take
 from fengine.engine.parallel.remote import RemoteUpdates
@@ -104,7 +104,7 @@ class Calls:
 
 @pytest.fixture(params=[False])
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    monkeypatch.setattr(replicas, "Child", Process)
+    monkeypatch.setattr(routing, "Child", Process)
     parallel = ParallelConfig(dp_size=2, dp_restart=request.param)
     core = Replicas(replace(EngineConfig(), parallel=parallel), 100, {})
     yield Calls(core)
@@ -282,7 +282,7 @@ def test_an_interrupted_start_ends_what_was_started(monkeypatch: pytest.MonkeyPa
         def close(self) -> None:
             ended.append(self.rank)
 
-    monkeypatch.setattr(replicas, "Child", Interrupted)
+    monkeypatch.setattr(routing, "Child", Interrupted)
     before = threading.enumerate()
     with pytest.raises(KeyboardInterrupt):
         Replicas(replace(EngineConfig(), parallel=ParallelConfig(dp_size=2)), 100, {})
