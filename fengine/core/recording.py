@@ -294,8 +294,6 @@ def replay(path: Path) -> tuple[int, int]:
         events = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
         again = Replay(events[0]["scheduler"])
     except (OSError, UnicodeDecodeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise InputFileError(
-            f"{path} is no recording of a scheduler's steps, as scheduler.record=FILE makes one: {problem}"
-        ) from error
+        wanted = "no recording of a scheduler's steps, as scheduler.record=FILE makes one"
+        raise InputFileError(f"{path} is {wanted}: {type(error).__name__}: {error}") from error
     return sum("add" in event for event in events), again.run(events[1:])
