@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fengine.api.chat_images import IMAGE
 from fengine.core.json_text import parse_json
 from fengine.server.errors import invalid, missing, unsupported
 from fengine.server.fields import Field, Fields, array, flag, loose, one_of, record
@@ -89,7 +90,8 @@ def _continued(given: Mapping[str, Any], messages: Any) -> bool:
 
 def messages_of(messages: Any) -> Any:
     """Messages as templates read them: parts of text joined, arguments of tool calls as objects. Pure. What else is
-    wrong with them is left for the engine to tell. Errors: ApiError for tool calls that are none."""
+    wrong with them is left for the engine to tell. Errors: ApiError for tool calls that are none, and for images that
+    are none."""
     if not isinstance(messages, list):
         return messages
     return [_message(m, f"messages[{i}]") if isinstance(m, dict) else m for i, m in enumerate(messages)]
@@ -98,7 +100,7 @@ def messages_of(messages: Any) -> Any:
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
-        message = {**message, "content": _joined(content)}
+        message = {**message, "content": _joined(content, where)}
     calls = message.get("tool_calls")
     if message.get("function_call") is not None:
         if calls is not None:
@@ -114,8 +116,11 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     return {**rest, "tool_calls": read} if read else rest
 
 
-def _joined(parts: list[Any]) -> Any:
-    """The texts of a message's parts, a line each; the parts, if any is none. Pure."""
+def _joined(parts: list[Any], where: str) -> Any:
+    """The texts of a message's parts, a line each; the parts, if any is none. Pure. Errors: ApiError for the place of
+    an image, as templates see it: no body has what belongs there."""
+    if IMAGE in parts:
+        raise invalid("messages", f"{where}.content has a part {IMAGE} without an image; send it as image_url.")
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     is_text = len(texts) == len(parts) > 0 and all(isinstance(text, str) for text in texts)
     return "\n".join(map(str, texts)) if is_text else parts

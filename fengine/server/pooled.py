@@ -179,11 +179,15 @@ def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
 def score(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """SGLang's words (query, items) or vLLM's (text_1, text_2). Errors: ApiError; those of Engine.score."""
     given = take(body, SCORE)
-    if given["text_1"] is not None or given["text_2"] is not None:
-        return _pairs(given, engine, model)
     asked = {name: given[name] for name in SCORING if given[name] is not None}
+    if given["text_1"] is not None or given["text_2"] is not None:
+        for name in asked:
+            raise unsupported(name, f"{name} is for query and items; leave it out beside text_1 and text_2.")
+        return _pairs(given, engine, model)
     if given["truncate_prompt_tokens"] is not None:
         raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is for text_1 and text_2; cut the items.")
+    if not given["activation"]:
+        raise unsupported("activation", "activation is for text_1 and text_2; of items apply_softmax says it.")
     spec = engine._parts.spec
     scoring = Scoring.of(ScoreReqInput(**asked), spec.num_labels is None, spec.vocab_size)
     if not scoring.prompts:

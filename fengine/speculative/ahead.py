@@ -1,5 +1,5 @@
 """Guesses behind a step in flight: the device goes on by what the step draws, while the host waits for it. No bit of an
-answer, and no guess, is another than if the host had read the step first."""
+answer, and no guess, is another than if the host had read the step first; of a try that grows there are fewer."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -69,7 +69,7 @@ def _check_texts(message: dict[str, Any], where: str) -> None:
 
 def _check_parts(content: Any, where: str) -> None:
     if not isinstance(content, list) or not content:
-        raise InvalidRequestError(f"{where} must be a string or a list of text parts, got {type(content).__name__}.")
+        raise InvalidRequestError(f"{where} must be a string or a list of text parts, got {content!r:.80}.")
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and any(other in kind for other in ("video", "audio", "file")):
@@ -79,7 +79,8 @@ def _check_parts(content: Any, where: str) -> None:
         text = kind == "text" and isinstance(part.get("text"), str)
         if not text and part != {"type": "image"}:
             raise InvalidRequestError(
-                f'{where}[{i}] must be {{"type": "text", "text": str}}; of other parts only images are built.'
+                f'{where}[{i}] must be {{"type": "text", "text": str}}, got {part!r:.80}; of other parts only images '
+                "are built."
             )
 
 
