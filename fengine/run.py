@@ -45,7 +45,11 @@ def _prompts(words: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs these arguments (default: those of this process) and returns the exit code."""
+    """Runs these arguments (default: those of this process) and returns the exit code. Modifies: streams of the process
+    that are closed, which become the null device: their numbers would go to the next files that are opened."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
     return ended(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 

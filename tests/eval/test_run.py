@@ -565,3 +565,9 @@ def test_small_words() -> None:
     assert [clock(s) for s in (7.9, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
     assert (tail("abcdef", 4), tail("abc", 4)) == ("…def", "abc")
     assert clean("a\tb\nc\x1b\x7f\x9b") == "a\tb\nc\\x1b\\x7f\\x9b"
+
+
+def test_closed_streams_are_the_null_device(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert run.main(["one word more", "view=plain"]) == run.OK
