@@ -68,7 +68,7 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
     is checked against the model; `rid` is a tuple with one for each sample. `preferred` are sampling parameters that
     hold where the call gives none. Errors: InvalidRequestError, UnsupportedFeatureError."""
     given: dict[str, Any] = {name: v for name, default in DEFAULTS.items() if (v := getattr(req, name)) is not default}
-    own = {"input_ids": plain_ids, "image_data": lambda value: value}
+    own = {"input_ids": plain_ids, "image_data": plain_ids}
     given = {name: own.get(name, plain)(value) for name, value in given.items()}
     if not checks.NOT_BUILT.keys().isdisjoint(given):
         checks.refuse_not_built(req)

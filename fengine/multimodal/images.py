@@ -17,7 +17,7 @@ import numpy as np
 
 from fengine.config import EngineConfig
 from fengine.core.images import Image, ImageSpan, RopePositions
-from fengine.core.scalars import told
+from fengine.core.scalars import own_class, told
 from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, ModelLoadError
 from fengine.models import lookup
 from fengine.models.spec import ModelSpec, VisionSpec
@@ -66,6 +66,7 @@ class Images:
         cannot be read stays as it is, for whoever checks its prompt. Errors: as `read`; EngineClosedError."""
 
         def begun(items: Any, index: int = 0) -> Any:
+            items = own_class(items)
             if isinstance(items, (list, tuple)):
                 return [begun(item, at) for at, item in enumerate(items)]
             return None if items is None else (items, self._begun(items, index, inside))

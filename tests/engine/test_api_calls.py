@@ -145,6 +145,7 @@ def test_subclasses_whose_methods_raise_are_read_as_their_bases() -> None:
             {"input_ids": [5], "sampling_params": pairs({"temprature": 1})},
             {"input_ids": [5], "sampling_params": {"stop": items([text("a")])}},
             {"input_ids": [5], "session_params": pairs({"id": text("nobody")})},
+            {"input_ids": [5], "image_data": items([text("x")])},
             {"input_ids": [5], "lora_path": text("nobody")}, {"input_ids": [5], "custom_logit_processor": text("no")},
         ):  # fmt: skip
             with pytest.raises(InvalidRequestError):
