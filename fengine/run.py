@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
-from fengine.errors import ConfigError
+from fengine.errors import ConfigError, StorageError
 from fengine.eval.cli import command
-from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended
+from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended, reported
 from fengine.eval.cli.schema import keys_of
 from fengine.eval.runs.config import EVAL, RUN
 
@@ -50,7 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
-    return ended(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+    code = ended(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # what is left cannot be written at the end of the process either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or reported(StorageError(f"standard output cannot be written: {error.strerror}"))
+    return code
 
 
 def _main(words: list[str]) -> int:

@@ -211,3 +211,18 @@ def test_an_interruption_while_a_command_is_imported_is_one(monkeypatch: pytest.
     monkeypatch.setattr(run, "import_module", interrupted)
     assert [run.main(words) for words in (["eval"], ["verify", "x"], ["prompts=[]"])] == [130] * 3
     assert capsys.readouterr().err == "fengine: interrupted\n" * 3
+
+
+@pytest.mark.parametrize("words", ["--cfg job", "env"])
+def test_output_that_cannot_be_written_is_told_once(words: str) -> None:
+    command = f"exec {sys.executable} -m fengine {words} > /dev/full"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (run.USAGE, "fengine: StorageError: no space left on device\n")
+
+
+def test_a_current_directory_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run.main(["--cfg", "job"]) == run.USAGE
+    assert capsys.readouterr().err.endswith("the current directory does not exist any more; cd into one that does\n")

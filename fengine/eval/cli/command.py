@@ -46,8 +46,10 @@ def ended(work: Callable[[], int], program: str = "fengine") -> int:
     except OSError as error:  # a name that is too long, a folder that may not be read, wherever it was met
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        name = f" {str(error.filename)!r:.200}" if error.filename else ""
-        return reported(StorageError(f"{(error.strerror or str(error)).lower()}:{name}"))
+        name = f": {str(error.filename)!r:.200}" if error.filename else ""
+        gone = not name and isinstance(error, FileNotFoundError)  # of os.getcwd
+        told = "the current directory does not exist any more; cd into one that does"
+        return reported(StorageError(told if gone else f"{(error.strerror or str(error)).lower()}{name}"))
 
 
 def run(usage: str, work: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:

@@ -242,6 +242,8 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
 
 def explained(error: BaseException, schema: Schema | None = None, word: str = "") -> str:
     """One to five lines a user can act on, from an error about the override `word` or a file. Pure."""
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
+        raise error
     if isinstance(error, OSError) and error.strerror:  # of a name that is looked for as a file's
         return f"{error.strerror}: {str(error.filename).rpartition('/')[2]:.100}"
     if word or isinstance(error, OverrideParseException):
