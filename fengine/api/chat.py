@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from fengine.api.chat_images import without_images
+from fengine.api.chat_images import has_places, without_images
 from fengine.api.context import EngineContext
 from fengine.api.types import CallOptions, Message
 from fengine.core.scalars import plain, told
@@ -74,8 +74,11 @@ def rendered(
     ids, images = [], []
     for one in messages if several else [messages]:
         said, own = without_images(one)
+        said = plain(said)
+        if not own and context.parts.images is None and has_places(said):  # its template would write the part as text
+            raise InvalidRequestError("messages have the place of an image, but this model takes none; leave it out.")
         ids.append(tokenizer.encode_chat(
-            plain(said), add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            said, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             **values,
         ))  # fmt: skip
         images.append(own or None)

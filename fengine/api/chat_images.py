@@ -28,6 +28,12 @@ def is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in PARTS and dict(part) != IMAGE
 
 
+def has_places(messages: Any) -> bool:
+    """Whether a plain chat has parts that only say where an image stands. Pure."""
+    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    return any(isinstance(part, dict) and part == IMAGE for c in contents if isinstance(c, list) for part in c)
+
+
 def _message(message: Any, images: list[Any], where: str) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, (list, tuple)) or not any(map(is_image, content)):
