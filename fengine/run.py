@@ -2,6 +2,7 @@
 is imported when it is asked for, and torch not before the first job starts: by `eval/cli/engines.py` alone. Exit codes:
 0 ok, 1 rows failed or the engine died, 2 usage or configuration, 130 interrupted, 143 terminated."""
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # in a locale that has not all of Unicode
     code = ended(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     try:
         sys.stdout.flush()

@@ -72,7 +72,7 @@ class RequestLog:
         try:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
             path = Path(folder) / f"crash_{time.time_ns()}_{os.getpid()}.json"
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 json.dump(found, file, default=str)
             logger.error("the engine died; its last %d requests are in %s", len(rows), path)
         except OSError as fault:

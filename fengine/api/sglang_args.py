@@ -19,7 +19,7 @@ from fengine.core.scalars import told
 from fengine.errors import ConfigError, UnsupportedFeatureError
 
 logger = logging.getLogger("fengine")
-_DATA = json.loads((Path(__file__).parent / "sglang_args.json").read_text())
+_DATA = json.loads((Path(__file__).parent / "sglang_args.json").read_text("utf-8"))
 HARMLESS: Mapping[str, Mapping[str, Any]] = _DATA["harmless"]  # defaults by name, by reason
 REFUSED: Mapping[str, Mapping[str, Any]] = _DATA["refused"]
 ALSO_OFF: Mapping[str, list[Any]] = _DATA["also_off"]

@@ -60,7 +60,7 @@ class RecordedScheduler(Scheduler):
     def __init__(self, path: Path, pool: PagePool, cache: PrefixCache | None, **settings: Any) -> None:
         """Errors: StorageError if the file cannot be opened."""
         try:
-            self._file: TextIO | None = path.open("w", buffering=1)
+            self._file: TextIO | None = path.open("w", encoding="utf-8", buffering=1)
         except (OSError, ValueError) as error:
             raise StorageError(f"scheduler.record={str(path)!r:.200} cannot be written: {error}") from error
         self._hashes, self._told, self._guesses, self._waits, self._scheduling = Hashes(), {}, {}, {}, False
@@ -291,7 +291,7 @@ def replay(path: Path) -> tuple[int, int]:
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise OSError("it is no file")
-        events = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+        events = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
         again = Replay(events[0]["scheduler"])
     except (OSError, UnicodeDecodeError, LookupError, TypeError, ValueError, RecursionError) as error:
         wanted = "no recording of a scheduler's steps, as scheduler.record=FILE makes one"

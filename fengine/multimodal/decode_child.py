@@ -46,7 +46,7 @@ def attempt(most_pixels: int, data: bytes) -> tuple[tuple[int, int], bytes]:
     """Width and height of an encoded image, and its RGB. In a process of its own. Errors: Refused; MemoryError."""
     Image.MAX_IMAGE_PIXELS = None  # the limit is ours
     try:
-        with warnings.catch_warnings(action="ignore"), open(os.devnull, "w") as nowhere:
+        with warnings.catch_warnings(action="ignore"), open(os.devnull, "w", encoding="utf-8") as nowhere:
             os.dup2(nowhere.fileno(), 2)  # libraries of C tell of damage there
             image = decoded(data, most_pixels)
             return image.size, image.tobytes()

@@ -180,7 +180,7 @@ def _key(compiler: list[str], files: list[Path]) -> str:
 def _cpu() -> str:
     """Model and features of the first CPU: a home directory may be shared by unlike machines."""
     try:
-        text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
         return platform.processor()
     facts = ("model", "flags", "Features", "CPU")

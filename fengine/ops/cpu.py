@@ -61,7 +61,7 @@ SIGNATURES = {
 def openmp_runtime() -> str | None:
     """Path of the OpenMP runtime that this process has loaded (torch's), None if there is none to be seen."""
     try:
-        found = re.findall(r"\S*/lib(?:gomp|omp|iomp5)[-.\w]*", Path("/proc/self/maps").read_text())
+        found = re.findall(r"\S*/lib(?:gomp|omp|iomp5)[-.\w]*", Path("/proc/self/maps").read_text(encoding="utf-8"))
     except OSError:
         found = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.dylib"))]
     return min(found, key=lambda path: "/torch" not in path, default=None)

@@ -50,7 +50,7 @@ class Proofs:
             if self.path is not None:
                 line = json.dumps([key, self.known[key]]) + "\n"
                 # One short write: lines of several processes do not mix. A full disk costs the next process a proof.
-                with suppress(OSError), self.path.open("a") as file:
+                with suppress(OSError), self.path.open("a", encoding="utf-8") as file:
                     file.write(line)
         return self.known[key]
 
@@ -127,7 +127,7 @@ def environment(device: int) -> dict[str, str]:
 
 def _driver() -> str:
     try:
-        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").partition("\n")[0]
     except OSError:
         return "unknown"
 

@@ -99,7 +99,7 @@ def _has_own_class(model_type: str) -> bool:
     """Whether transformers distrusts the declared class of such models: read from its source, an import takes 1 s."""
     found = find_spec("transformers")
     source = Path(found.origin if found and found.origin else "").parent / "models/auto/tokenization_auto.py"
-    listed = re.search(r"MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS\b[^{]*\{([^}]*)\}", source.read_text())
+    listed = re.search(r"MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS\b[^{]*\{([^}]*)\}", source.read_text("utf-8"))
     return listed is None or f'"{model_type}"' in listed[1]
 
 

@@ -226,3 +226,15 @@ def test_a_current_directory_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "gone").rmdir()
     assert run.main(["--cfg", "job"]) == run.USAGE
     assert capsys.readouterr().err.endswith("the current directory does not exist any more; cd into one that does\n")
+
+
+def test_a_locale_of_few_characters(tmp_path: Path) -> None:
+    """Neither what is read nor what is shown depends on it."""
+    few = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    told = []
+    for words in (["models", "llama"], ["two words", "sampling.max_new_tokens=2", "out=x.jsonl"]):
+        command = [sys.executable, "-m", "fengine", *words]
+        done = subprocess.run(command, env=os.environ | few, cwd=tmp_path, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout)
+    assert b"\\u2013" in told[0] and b"prompt: two words" in told[1]

@@ -197,7 +197,7 @@ def gpu(device: str | None) -> dict[str, Any]:
 def _first_line(path: str, start: str = "") -> str | None:
     """The first line of a file that begins so; None if there is none."""
     try:
-        with open(path) as lines:
+        with open(path, encoding="utf-8") as lines:
             return next((line.rstrip("\n") for line in lines if line.startswith(start)), None)
     except OSError:
         return None
