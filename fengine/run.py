@@ -2,13 +2,13 @@
 is imported when it is asked for, and torch not before the first job starts: by `eval/cli/engines.py` alone. Exit codes:
 0 ok, 1 rows failed or the engine died, 2 usage or configuration, 130 interrupted, 143 terminated."""
 
-import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from fengine.errors import ConfigError, StorageError
 from fengine.eval.cli import command
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # in a locale that has not all of Unicode
+        with suppress(AttributeError, OSError):  # it is none of Python's, or its reader has gone
+            cast(Any, stream).reconfigure(errors="backslashreplace")  # in a locale that has not all of Unicode
     code = ended(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     try:
         sys.stdout.flush()

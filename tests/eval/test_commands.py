@@ -238,3 +238,13 @@ def test_a_locale_of_few_characters(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         told.append(done.stdout)
     assert b"\\u2013" in told[0] and b"prompt: two words" in told[1]
+
+
+def test_no_device_pipe_or_record_is_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "manifest.json").write_text("{}")
+    for name, said in (("pipe", "no regular file"), ("outputs.jsonl", "a run's record"), ("manifest.json", "record")):
+        with pytest.raises(StorageError, match=said):
+            write_file(tmp_path / name, "x")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "manifest.json").read_text() == "{}"
+    write_file(tmp_path / "report.html", "x")

@@ -65,8 +65,18 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+RECORD = {
+    *("manifest.json", "metrics.json", "trace.json", "config.yaml", "overrides.yaml"),
+    *("journal.log", "outputs.jsonl", "timings.jsonl", "lock"),
+}  # files of a run's folder
+
+
 def write_file(path: Path, content: Content) -> None:
-    """A whole file anywhere. Errors: StorageError."""
+    """A whole file anywhere, but not in place of a device, a pipe or a file of a run's record. Errors: StorageError."""
+    if path.exists() and not (path.is_file() or path.is_dir()):  # which is told below
+        raise StorageError(f"{path} is no regular file; choose another file")
+    if path.name in RECORD and (path.parent / "manifest.json").exists():
+        raise StorageError(f"{path} is a file of a run's record; choose another file")
     try:
         with whole_file(path) as file:
             file.write(encoded(content))
