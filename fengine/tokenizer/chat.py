@@ -5,7 +5,7 @@ whatever goes wrong in it is a `ChatTemplateError` of this request alone. Render
 `apply_chat_template`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -96,17 +96,26 @@ def check_roles(messages: list[dict[str, Any]], rendered: str) -> None:
             )
 
 
-def left_open(messages: list[dict[str, Any]], rendered: str) -> str:
-    """A rendered chat up to where the text of its last message ends, as transformers' continue_final_message. Pure.
-    Errors: InvalidRequestError."""
-    content = messages[-1].get("content")
-    core = content.strip() if isinstance(content, str) else ""
-    if not core or core not in rendered:
+def left_open(messages: list[dict[str, Any]], rendered: str, render: Callable[[Any], str]) -> str:
+    """`rendered` up to where the text of its last message ends, as transformers' continue_final_message. That is where
+    a mark behind this text is written: what the template writes behind it may read alike. Errors:
+    InvalidRequestError."""
+    *before, last = messages
+    content, mark = last.get("content"), Marks.spare(rendered + repr(messages)).first
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    at = max((i for i, part in enumerate(parts) if part["type"] == "text" and part["text"].strip()), default=None)
+    shown = None
+    if at is not None:
+        parts = [*parts[:at], {"type": "text", "text": f"{parts[at]['text']}{mark} "}, *parts[at + 1 :]]
+        marked = render([*before, {**last, "content": parts if isinstance(content, list) else parts[0]["text"]}])
+        shown, _, behind = marked.rpartition(mark)
+        if not behind.startswith(" ") or not rendered.startswith(shown):  # the template trims
+            shown = shown.rstrip()
+    if not shown or not rendered.startswith(shown):
         raise InvalidRequestError(
             "continue_final_message needs a last message with a text that the model's chat template writes as it is."
         )
-    start, spaced = rendered.rindex(core), str(content).lstrip()
-    return rendered[: start + len(spaced if rendered[start : start + len(spaced)] == content else core)]
+    return shown
 
 
 class ChatTemplate:
@@ -148,12 +157,15 @@ class ChatTemplate:
 
 
 def apply_chat_template(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True, **values: Any
-) -> str:
-    """The chat as text, rendered by the model's own template. `values` are variables that the template reads. Errors:
+    tokenizer: Any, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True,
+    continue_final_message: bool = False, **values: Any,
+) -> str:  # fmt: skip
+    """The chat as text, rendered by the model's own template. `values` are variables that the template reads. With
+    `continue_final_message` it ends where the last message's text ends. Errors:
     InvalidRequestError (messages, no template), UnknownParameterError (a variable with a meaning of its own),
     ContextLengthError, ChatTemplateError."""
-    return _render(tokenizer, check_messages(messages), plain_values(values), add_generation_prompt)
+    checked, extra = check_messages(messages), plain_values(values)
+    return _shown(tokenizer, checked, extra, add_generation_prompt, continue_final_message)[1]
 
 
 def with_chat_template(tokenizer: Any, source: str | None = None, name: str | None = None) -> Any:
@@ -185,13 +197,13 @@ def encode_chat(
     Errors: as `apply_chat_template`; InvalidRequestError if a content holds special-token text and this template
     or tokenizer leaves no exact way to keep it text."""
     checked, extra = check_messages(messages), plain_values(values)
-    text = tokenizer.check_text(_render(tokenizer, checked, extra, add_generation_prompt), "chat")
+    text, shown = _shown(tokenizer, checked, extra, add_generation_prompt, continue_final_message)
+    tokenizer.check_text(text, "chat")
     special = tokenizer.special_text
     marks = Marks.spare(text + repr([checked, extra]))
     marked, marked_extra = special.mark(checked, marks), special.mark(extra, marks)
     if special.in_keys([checked, extra]):
         raise InvalidRequestError("a key in messages or tools holds special-token text; rename it.")
-    shown = left_open(checked, text) if continue_final_message else text
     if marked == checked and marked_extra == extra:
         return tokenizer.ids_of([shown], add_special_tokens=False)[0]
     found = marks.remove(_render(tokenizer, marked, marked_extra, add_generation_prompt))
@@ -206,6 +218,16 @@ def encode_chat(
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
     return {name: json_like(value, name) for name, value in values.items()}
+
+
+def _shown(
+    tokenizer: Any, messages: list[dict[str, Any]], values: dict[str, Any], add_generation_prompt: bool, go_on: bool
+) -> tuple[str, str]:
+    """(the whole chat, what is wanted of it)."""
+    text = _render(tokenizer, messages, values, add_generation_prompt)
+    if not go_on:
+        return text, text
+    return text, left_open(messages, text, lambda said: _render(tokenizer, said, values, add_generation_prompt))
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], values: dict[str, Any], add_generation_prompt: bool) -> str:

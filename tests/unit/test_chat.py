@@ -308,11 +308,23 @@ def test_a_token_of_the_template_is_found_behind_text_that_looks_like_another(tm
     assert ids == [*backend.encode("xa").ids, backend.token_to_id("bc")]
 
 
-def test_the_last_message_goes_on_where_its_own_text_ends(made, tmp_path):
-    ours, theirs = chat_tokenizer(made, tmp_path, CHATML)
-    chat = [{"role": "assistant", "content": "Yes"}, {"role": "user", "content": "Yes"}]
+@pytest.mark.parametrize("template", [
+    CHATML, CHATML.replace("message['content']", "message['content'] | trim"),
+    CHATML.replace("message['content']", "message['content'] | trim + '\\n'"),
+    CHATML.replace("message['content']", "(message['content'] | map(attribute='text') | join(' '))"),
+])  # fmt: skip
+@pytest.mark.parametrize("text", ["Yes", "i", "|", "user", "im_end", " a  ", "a \n", "a\n"])
+def test_the_last_message_goes_on_where_its_own_text_ends(made, tmp_path, text, template):
+    """Whatever the template writes behind it reads like."""
+    ours, theirs = chat_tokenizer(made, tmp_path, template)
+    parts = "map" in template
+    said = [{"type": "text", "text": "Yes"}, {"type": "text", "text": text}] if parts else text
+    chat = [{"role": role, "content": said} for role in ("assistant", "user")]
     ids = ours.encode_chat(chat, continue_final_message=True, add_generation_prompt=False)
     assert ids == hf_ids(theirs, chat, continue_final_message=True)
+    assert ids == ours.encode_chat(chat, continue_final_message=True)
+    open_text = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert ours.apply_chat_template(chat, continue_final_message=True) == open_text
 
 
 def test_no_template_draws_at_random(made):

@@ -13,7 +13,6 @@ from fengine.errors import ChatTemplateError, ConfigError, InvalidRequestError, 
 from fengine.eval.cli.engines import model_directory
 from fengine.eval.runs.manifest import in_force
 from fengine.eval.runs.provenance import canonical, code_digest, file_digests
-from fengine.tokenizer.chat import left_open
 from fengine.tokenizer.tokenizer import Tokenizer
 
 MAX_CHARS = 1 << 28  # of one text: documents are cut to windows after they are tokenized
@@ -136,8 +135,9 @@ class Texts:
             return self._rendered(rest, add_generation_prompt)
 
     def _rendered(self, messages: Sequence[dict[str, Any]], complete: bool) -> str:
-        text = self.unlimited.apply_chat_template(messages, add_generation_prompt=complete, **self.chat_values)
-        return text if complete else left_open(list(messages), text)
+        return self.unlimited.apply_chat_template(
+            messages, add_generation_prompt=complete, continue_final_message=not complete, **self.chat_values
+        )
 
     def template(self, name: bool | str | None) -> str | None:
         """The chat template in force; None if none is to be used. Errors: ConfigError for another one's name."""
