@@ -117,7 +117,9 @@ class PeftConfig(NamedTuple):
         found = [
             module for module in modules if _matches(targets, module) and not _matches(self.exclude_modules, module)
         ]
-        found = [module for module in found if layers is None or int(module.split(".")[2]) in layers]
+        found = [  # a layer that is named whole is meant whatever its number
+            module for module in found if layers is None or module in targets or int(module.split(".")[2]) in layers
+        ]
         if not found:
             raise AdapterError(
                 f"{self.path}: target_modules {targets!r:.200} with layers_to_transform and exclude_modules match "

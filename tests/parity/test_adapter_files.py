@@ -278,6 +278,13 @@ def test_what_another_thread_has_read_meanwhile_is_not_read_again() -> None:
     assert adapters.resolve("a") is load
 
 
+def test_a_module_named_whole_is_meant_beside_layers_to_transform() -> None:
+    """As in PEFT, where layers choose among those that end in a target."""
+    named = {"target_modules": ["k_proj", "model.layers.0.self_attn.q_proj"], "layers_to_transform": [1]}
+    found = parse_config(GIVEN | named, "config").targeted(list(LIMITS.modules))
+    assert found == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"]
+
+
 def test_patterns_say_rank_and_alpha_each_by_themselves() -> None:
     patterns = {"rank_pattern": {"q_proj": 2, "v_proj": 16}, "alpha_pattern": {r"layers\.1\..*": 3, "k_proj": 5}}
     names = [f"model.layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qkvo"]
