@@ -17,17 +17,7 @@ from fengine.ops.attention_hopper import halved
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_merge_hopper import merge, merge_stored, store_rows
 from fengine.ops.kv_fp8_decode import layouts
-from fengine.ops.registration import (
-    async_copy,
-    begin,
-    copy_lines,
-    dependent_launch,
-    gl,
-    gluon,
-    mma_v2,
-    runs_gluon,
-    wait,
-)
+from fengine.ops.registration import async_copy, begin, dependent_launch, gl, gluon, mma_v2, runs_gluon, wait
 
 PIECE = gl.constexpr(64)  # keys of one page that are copied together
 
@@ -81,7 +71,7 @@ def copy(ptr, pages, key, high, to, STRIDE: gl.constexpr, K: gl.constexpr, S: gl
             at = key + n * PIECE
             here = ptr + pages[n].to(gl.int64) * (S * STRIDE) + at % S * STRIDE
             inside = (at + slot < high)[:, None] & (d < K)[None, :]
-            copy_lines(to.slice(n * PIECE, PIECE),
+            async_copy.async_copy_global_to_shared(to.slice(n * PIECE, PIECE),
                                                    here + ((slot * STRIDE)[:, None] + d[None, :]),
                                                    mask=inside)  # fmt: skip
     async_copy.commit_group()

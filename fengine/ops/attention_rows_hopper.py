@@ -18,18 +18,7 @@ from fengine.ops.attention_hopper import halved
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_merge_hopper import merge, merge_stored, store_rows
 from fengine.ops.kv_fp8_decode import keys_of, layouts, permuted, power, values_of
-from fengine.ops.registration import (
-    async_copy,
-    begin,
-    copy_lines,
-    dependent_launch,
-    gl,
-    gluon,
-    mma_v2,
-    runs_gluon,
-    seen_as,
-    wait,
-)
+from fengine.ops.registration import async_copy, begin, dependent_launch, gl, gluon, mma_v2, runs_gluon, wait
 
 REGISTERS = 512  # of a thread, over warps: four programs share a multiprocessor
 
@@ -69,7 +58,7 @@ def copy_codes(pages_ptr, page, key, g, codes, inside, G: gl.constexpr, K: gl.co
     d = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
     here = pages_ptr + page.to(gl.int64) * (S * G * (K + 1))
     at = (g * S + key % S) * K + (slot * K)[:, None] + d[None, :]
-    copy_lines(codes, here + at, mask=inside)
+    async_copy.async_copy_global_to_shared(codes, here + at, mask=inside)
 
 
 @gluon.jit
@@ -78,7 +67,7 @@ def copy_exponents(pages_ptr, page, key, g, exponents, inside, G: gl.constexpr, 
     here = pages_ptr + page.to(gl.int64) * (S * G * (K + 1))
     at = gl.arange(0, BLOCK, layout=gl.BlockedLayout([16], [32], [gl.num_warps()], [0]))
     at = S * G * K + g * S + key % S // BLOCK * BLOCK + at
-    copy_lines(exponents, here + at, mask=inside)
+    async_copy.async_copy_global_to_shared(exponents, here + at, mask=inside)
 
 
 @gluon.jit
@@ -124,8 +113,8 @@ def rows_kernel(
     v_ring = gl.allocate_shared_memory(gl.uint8, [AHEAD, BLOCK, K], gl.NVMMASharedLayout(128, 8, 2))
     k_exponents = gl.allocate_shared_memory(gl.uint8, [AHEAD, BLOCK], FLAT)
     v_exponents = gl.allocate_shared_memory(gl.uint8, [AHEAD, BLOCK], FLAT)
-    k_words = seen_as(k_ring, gl.int32, [AHEAD, BLOCK, K // 4], gl.NVMMASharedLayout(128, 32, 2))
-    v_pairs = seen_as(v_ring, gl.int16, [AHEAD, BLOCK, K // 2], gl.NVMMASharedLayout(128, 16, 2))
+    k_words = k_ring._reinterpret(gl.int32, [AHEAD, BLOCK, K // 4], gl.NVMMASharedLayout(128, 32, 2))
+    v_pairs = v_ring._reinterpret(gl.int16, [AHEAD, BLOCK, K // 2], gl.NVMMASharedLayout(128, 16, 2))
     maxima = gl.allocate_shared_memory(gl.float32, [16, W], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     weights = gl.allocate_shared_memory(gl.bfloat16, [16, BLOCK], gl.NVMMASharedLayout(128, 16, 2))
     begin(PDL)

@@ -5,7 +5,7 @@ and `copy_items`, the warp that copies them for attention_hopper.py.
 # pyright: reportInvalidTypeForm=false
 
 from fengine.ops.fp8_kernels import power_of_two
-from fengine.ops.registration import async_load, gl, gluon, mbarrier, seen_as, tl, triton
+from fengine.ops.registration import HAS_REINTERPRET, async_load, gl, gluon, mbarrier, tl, triton
 
 
 @triton.jit
@@ -189,7 +189,10 @@ def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_rin
     """The copying warp: item after item, block after block, as the rings have room. Behind the last item it hands on a
     number that is none."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    q_tiles = seen_as(q_ring, q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
+    if HAS_REINTERPRET:
+        q_tiles = q_ring.reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
+    else:
+        q_tiles = q_ring._reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
     tiles = gl.load(tiles_ptr)
     items = tiles * (H // PACK)
     n = 0

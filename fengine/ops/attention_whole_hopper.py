@@ -24,7 +24,6 @@ from fengine.ops.registration import (
     mbarrier,
     multiprocessors,
     runs_gluon,
-    seen_as,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -218,7 +217,7 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, q1_ring, q2_ring, k1_ring, k2_ri
 @gluon.jit
 def lines(ring, desc, COUNT: gl.constexpr, WIDTH: gl.constexpr):
     """A ring of COUNT pieces as the copy engine writes them: one head of 64 tokens."""
-    return seen_as(ring, desc.dtype, [COUNT, 64, 1, WIDTH], desc.layout)
+    return ring._reinterpret(desc.dtype, [COUNT, 64, 1, WIDTH], desc.layout)
 
 
 @gluon.jit

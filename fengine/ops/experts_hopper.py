@@ -17,7 +17,6 @@ from fengine.ops.registration import (
     async_load,
     async_store,
     barriers,
-    copy_lines,
     describe,
     fence_async_shared,
     gl,
@@ -25,7 +24,6 @@ from fengine.ops.registration import (
     mbarrier,
     multiprocessors,
     runs_gluon,
-    seen_as,
     store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -86,7 +84,7 @@ def copy_tiles(x, w_desc, x_ring, w_ring, full, empty, rows_ptr, count_ptr, tile
                 slot = n % STAGES
                 mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
                 if GATED:
-                    copy_lines(x_ring.index(slot), lines + k, mask=(piece + k < K)[None, :])
+                    async_copy.async_copy_global_to_shared(x_ring.index(slot), lines + k, mask=(piece + k < K)[None, :])
                     async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
                     mbarrier.expect(full.index(slot), BN * HALVES * BK * 2)
                 else:
@@ -107,7 +105,7 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
     COLUMNS: gl.constexpr = BN * 2 if GATED else BN
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, BK], DTYPE)
-    weights = seen_as(w_ring, DTYPE, [STAGES, COLUMNS, BK], W)
+    weights = w_ring._reinterpret(DTYPE, [STAGES, COLUMNS, BK], W)
     y_tile = y_tiles.index(WHO)
     blocks = gl.cdiv(N, BN)
     n = 0

@@ -28,7 +28,6 @@ from fengine.ops.registration import (
     mbarrier,
     multiprocessors,
     runs_gluon,
-    seen_as,
     tl,
     triton,
     wait,
@@ -176,7 +175,7 @@ def multiply(x_scale_ptr, scale_ptr, bias_ptr, rows_ptr, count_ptr, tile_ptr, we
     ROWS: gl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], w_ring.dtype)
-    weights = seen_as(w_ring, w_ring.dtype, [STAGES * GROUPS, ROWS, STEP], W)
+    weights = w_ring._reinterpret(w_ring.dtype, [STAGES * GROUPS, ROWS, STEP], W)
     a = gl.zeros([ROWS, BM], gl.float32, SUMS)
     b = gl.zeros([ROWS, BM], gl.float32, SUMS)
     gdc_wait()

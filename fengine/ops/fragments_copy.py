@@ -1,16 +1,7 @@
 """The copying warps of quantized_hopper.py, in Gluon: codes and scales of weights, and rows of x, into one ring."""
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.registration import (
-    async_copy,
-    async_load,
-    copy_lines,
-    gdc_launch_dependents,
-    gdc_wait,
-    gl,
-    gluon,
-    mbarrier,
-)
+from fengine.ops.registration import async_copy, async_load, gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier
 
 
 @gluon.jit
@@ -47,7 +38,7 @@ def copy_weights(w_desc, scale_ptr, w_ring, s_ring, full, empty, tile_ptr, TILES
                 first = expert * blocks + block * PARTS
                 there = (word < WORDS) & (word < words - piece * WORDS) & (block * PARTS + part_of < blocks)
                 at = scale_ptr + first.to(gl.int64) * words + piece * WORDS
-                copy_lines(s_ring.index(slot), at + part_of * words + word, mask=there)
+                async_copy.async_copy_global_to_shared(s_ring.index(slot), at + part_of * words + word, mask=there)
                 async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
                 mbarrier.expect(full.index(slot), PARTS * KS * 2048)
                 if PARTS == 1:
@@ -83,7 +74,7 @@ def copy_x(x, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, TILES, MT, T, 
                 if GATHER:
                     for c in gl.static_range(KS):
                         k = (piece * KS + c) * 64
-                        copy_lines(x_ring.index(slot * KS + c), lines + k,
+                        async_copy.async_copy_global_to_shared(x_ring.index(slot * KS + c), lines + k,
                                                                mask=real[:, None] & (col + k < K)[None, :])  # fmt: skip
                     async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
                 else:

@@ -24,7 +24,6 @@ from fengine.ops.registration import (
     async_copy,
     async_load,
     barriers,
-    copy_lines,
     dependent_launch,
     describe,
     fence_async_shared,
@@ -34,7 +33,6 @@ from fengine.ops.registration import (
     gluon,
     mbarrier,
     multiprocessors,
-    seen_as,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -234,7 +232,7 @@ def copy_weights(w_desc, scale_ptr, w_ring, s_ring, full, empty, TILES, MT, bloc
             mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
             at = scale_ptr + (first + own).to(gl.int64) * words + piece * (KS * UNITS * 32) + word
             there = (word < words - piece * (KS * UNITS * 32)) & (first + own < blocks)
-            copy_lines(s_ring.index(slot), at, mask=there)
+            async_copy.async_copy_global_to_shared(s_ring.index(slot), at, mask=there)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             mbarrier.expect(full.index(slot), KS * PARTS * GROUPS * 2048)
             for c in gl.static_range(KS):
@@ -275,7 +273,7 @@ def eights_kernel(x_desc, w_desc, scale_ptr, y_ptr, bias_ptr, TILES, MT, M, N, b
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES * KS * PARTS, 16 * GROUPS, 32], w_desc.layout)
     copied = gl.allocate_shared_memory(gl.int32, [STAGES, KS * PARTS * UNITS * 32 * GROUPS],
                                        gl.SwizzledSharedLayout(1, 1, 1, [0]))  # fmt: skip
-    s_ring = seen_as(copied, gl.int32, [STAGES * KS * PARTS * UNITS, 16 * GROUPS, 2],
+    s_ring = copied._reinterpret(gl.int32, [STAGES * KS * PARTS * UNITS, 16 * GROUPS, 2],
                                  gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # fmt: skip
     full, empty = barriers(STAGES, 33 if HALVES else 34, 1)  # a thread's cp.async arrives, and who expects bytes
     x_full = full

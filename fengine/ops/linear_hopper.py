@@ -21,7 +21,6 @@ from fengine.ops.registration import (
     mbarrier,
     multiprocessors,
     runs_gluon,
-    seen_as,
     store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -121,7 +120,7 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
     PARTS: gl.constexpr = BM // 64
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, BK], DTYPE)
-    weights = seen_as(w_ring, DTYPE, [STAGES, WIDTH, BK], W)
+    weights = w_ring._reinterpret(DTYPE, [STAGES, WIDTH, BK], W)
     y_tile = y_tiles.index(WHO)
     n = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN), gl.num_programs(0)):

@@ -34,7 +34,6 @@ from fengine.ops.registration import (
     mma_v2,
     multiprocessors,
     runs_gluon,
-    seen_as,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -229,7 +228,7 @@ def few_bits_kernel(x, w_desc, scale_ptr, y_ptr, bias_ptr, rows_ptr, count_ptr, 
     else:
         w_ring = gl.allocate_shared_memory(gl.int32, [STAGES * KS, PARTS * 16, 32], w_desc.layout)
     copied = gl.allocate_shared_memory(gl.int32, [STAGES, PIECE * PARTS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    s_ring = seen_as(copied, gl.int32, [STAGES * PIECE // 32, PARTS * 16, 2],
+    s_ring = copied._reinterpret(gl.int32, [STAGES * PIECE // 32, PARTS * 16, 2],
                                  gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # fmt: skip
     full, empty = barriers(STAGES, 33 + (32 * LOADERS if GATHER else 1), 1)  # a thread's cp.async arrives
     fence_async_shared()

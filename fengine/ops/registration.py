@@ -25,7 +25,6 @@ mbarrier: Any
 mma_v2: Any
 async_copy: Any
 async_load: Any = None
-copy_lines: Any = None
 async_store: Any = None
 store_wait: Any = None
 HAS_REINTERPRET: Any = None
@@ -54,7 +53,6 @@ try:
     async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its older names
     async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
     store_wait = tma.store_wait
-    copy_lines = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
     HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # else `_reinterpret`
 except (ImportError, AttributeError):
     TensorDescriptor, gluon, gl = None, WITHOUT, WITHOUT
@@ -171,15 +169,6 @@ def describe(t: Tensor, *block: int) -> Any:
     """A descriptor by which the copy engine brings blocks of a tensor of e4m3, 16-bit numbers or 32-bit words."""
     kind = {1: gl.float8e4nv, 2: gl.bfloat16}.get(t.element_size(), gl.int32)  # fp16 lies as bfloat16 does
     return TensorDescriptor.from_tensor(t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), kind))
-
-
-@gluon.jit
-def seen_as(memory, DTYPE: gl.constexpr, SHAPE, LAYOUT: gl.constexpr):
-    """Shared memory as of another type, shape and layout, by the newer of Triton's names or the older one."""
-    if HAS_REINTERPRET:
-        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
-    else:
-        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
 
 
 @gluon.jit

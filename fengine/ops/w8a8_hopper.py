@@ -30,7 +30,6 @@ from fengine.ops.registration import (
     mbarrier,
     multiprocessors,
     runs_gluon,
-    seen_as,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -192,7 +191,7 @@ def multiply(x_scale_ptr, scale_ptr, bias_ptr, y_ptr, WHO: gl.constexpr, x_ring,
     WIDTH: gl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, STEP], w_ring.dtype)
-    weights = seen_as(w_ring, w_ring.dtype, [STAGES * GROUPS, WIDTH, STEP], W)
+    weights = w_ring._reinterpret(w_ring.dtype, [STAGES * GROUPS, WIDTH, STEP], W)
     a = gl.zeros([WIDTH, BM], gl.float32, SUMS)
     b = gl.zeros([WIDTH, BM], gl.float32, SUMS)
     gdc_wait()
