@@ -104,14 +104,15 @@ def left_open(messages: list[dict[str, Any]], rendered: str, render: Callable[[A
     content, mark = last.get("content"), Marks.spare(rendered + repr(messages)).first
     parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     at = max((i for i, part in enumerate(parts) if part["type"] == "text" and part["text"].strip()), default=None)
-    shown = None
+    shown, core = "", ""
     if at is not None:
+        core = parts[at]["text"].strip()
         parts = [*parts[:at], {"type": "text", "text": f"{parts[at]['text']}{mark} "}, *parts[at + 1 :]]
         marked = render([*before, {**last, "content": parts if isinstance(content, list) else parts[0]["text"]}])
         shown, _, behind = marked.rpartition(mark)
         if not behind.startswith(" ") or not rendered.startswith(shown):  # the template trims
             shown = shown.rstrip()
-    if not shown or not rendered.startswith(shown):
+    if not core or core not in shown or not rendered.startswith(shown):
         raise InvalidRequestError(
             "continue_final_message needs a last message with a text that the model's chat template writes as it is."
         )

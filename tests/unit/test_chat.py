@@ -327,6 +327,14 @@ def test_the_last_message_goes_on_where_its_own_text_ends(made, tmp_path, text, 
     assert ours.apply_chat_template(chat, continue_final_message=True) == open_text
 
 
+@pytest.mark.parametrize(("shape", "text"), [("| tojson", "a\nb"), ("[:1]", "ab"), ("", " ")])
+def test_a_last_message_that_is_not_written_as_it_is_does_not_go_on(made, tmp_path, shape, text):
+    ours, _ = chat_tokenizer(made, tmp_path, CHATML.replace("message['content']", f"message['content'] {shape}"))
+    for render in (ours.encode_chat, ours.apply_chat_template):
+        with pytest.raises(InvalidRequestError, match="continue_final_message needs"):
+            render([{"role": "assistant", "content": text}], continue_final_message=True)
+
+
 def test_no_template_draws_at_random(made):
     with pytest.raises(ChatTemplateError, match="lipsum"):
         made("byte_level")[1].with_chat_template("{{ lipsum() }}").apply_chat_template(CHATS[0])
