@@ -1,6 +1,6 @@
 """How many guesses of a request are worth a try, by how its tries before fared. A pure function of its own tokens."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 FADE = 0.85  # of what is known, with each try
@@ -61,23 +61,25 @@ class Pace:
 
     def sure(self, tried: int) -> bool:
         """Whether the next try comes even if nothing of this one is right. Pure."""
-        worst = replace(self)
-        worst.learn(tried, 0, 0)
-        return not worst.rest
+        return not self.rest and self._best(self.right * FADE, self.seen * FADE + min(1, tried))[1] > 0
 
     def stop(self) -> None:
         self.resume_at = NEVER
 
     def _choose(self) -> None:
         """Modifies: gain, size."""
-        self.gain, self.size, gain, least = 0.0, 0, 0.0, self.cost.wait * (FIRST if self.seen == SURE else 1)
-        if not self.cost.guess:
-            self.gain, self.size = float(self.most), self.most
-            return
-        chance = self.right / self.seen
-        for count in range(1, (1 if self.rest else self.most) + 1):
-            gain += chance**count - self.cost.guess
-            if gain > least:
-                self.gain, self.size, least = gain, count, gain
-        if self.rest:  # behind a rest nobody hopes for more: alone it is tried, beside others they wait for a new one
+        self.gain, self.size = self._best(self.right, self.seen)
+        if self.rest and self.cost.guess:
+            # Behind a rest nobody hopes for more: alone it is tried, beside others they wait for a new one.
             self.gain = min(self.gain, self.cost.wait)
+
+    def _best(self, right: float, seen: float) -> tuple[float, int]:
+        """(what it brings, how many guesses bring most), if so many of so many were right. Pure."""
+        if not self.cost.guess:
+            return float(self.most), self.most
+        best, size, gain, least = 0.0, 0, 0.0, self.cost.wait * (FIRST if seen == SURE else 1)
+        for count in range(1, (1 if self.rest else self.most) + 1):
+            gain += (right / seen) ** count - self.cost.guess
+            if gain > least:
+                best, size, least = gain, count, gain
+        return best, size
