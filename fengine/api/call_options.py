@@ -1,4 +1,4 @@
-"""What a call asks for by arguments that most calls leave out, checked: logprobs, a salt, a priority; ids."""
+"""What a call asks for by arguments that most calls leave out, checked: logprobs, adapter, salt, priority; and ids."""
 
 from array import array
 from dataclasses import replace
@@ -9,8 +9,10 @@ import numpy as np
 
 from fengine.api.generate_input import GenerateReqInput
 from fengine.api.server_args import ServerArgs
+from fengine.core.request import Adapter
 from fengine.core.sampling_params import Parameter, Range, SamplingParams
 from fengine.core.scalars import exact_int, told
+from fengine.engine.parts import Parts
 from fengine.errors import InvalidRequestError
 
 MAX_SALT = 4096
@@ -80,6 +82,18 @@ def check_amount(params: SamplingParams, samples: int, count: int, most: int) ->
 def option_of(name: str, value: Any) -> Any:
     """The value of one of OPTIONS, or its default. Errors: InvalidRequestError."""
     return OPTIONS[name].default if value is None else OPTIONS[name].checked(value)
+
+
+def adapter_of(parts: Parts, name: Any) -> Adapter | None:
+    """The loaded LoRA adapter of a name. Errors: InvalidRequestError; AdapterError if it cannot be read again."""
+    if name is None:
+        return None
+    if parts.adapters is None:
+        raise InvalidRequestError(
+            f"LoRA adapter {told(name)} was requested, but LoRA is not enabled. Please set enable_lora=True, or "
+            "lora_paths, when the engine is made; or leave lora_path out."
+        )
+    return parts.adapters.resolve(name)
 
 
 def salt_of(value: Any) -> str | None:

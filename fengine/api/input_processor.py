@@ -7,13 +7,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from fengine.api.call_options import check_amount, check_ids, logprobs_asked, priority_of, salt_of
+from fengine.api.call_options import adapter_of, check_amount, check_ids, logprobs_asked, priority_of, salt_of
 from fengine.api.context import EngineContext
 from fengine.api.generate_checks import routed_rank
 from fengine.api.generate_input import GenerateReqInput, split_batch
 from fengine.api.request_features import grammar_asked, hidden_asked, processor_asked, prompt_in_place
 from fengine.api.sessions import Turn
-from fengine.api.weights import adapter_of
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
 from fengine.engine.parts import Parts

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fengine.api.context import HasContext
-from fengine.core.request import Adapter
 from fengine.core.scalars import told
-from fengine.engine.parts import Parts
 from fengine.engine.weights.group import GroupError
 from fengine.engine.weights.updates import UpdateResult
 from fengine.errors import FengineError, InvalidRequestError, UnsupportedFeatureError
@@ -121,18 +119,6 @@ class AdapterResult(NamedTuple):
 
 
 NOT_ENABLED = "LoRA is not enabled. Please set `--enable-lora` (enable_lora=True) to enable LoRA."
-
-
-def adapter_of(parts: Parts, name: Any) -> Adapter | None:
-    """The loaded LoRA adapter of a name. Errors: InvalidRequestError; AdapterError if it cannot be read again."""
-    if name is None:
-        return None
-    if parts.adapters is None:
-        raise InvalidRequestError(
-            f"LoRA adapter {told(name)} was requested, but LoRA is not enabled. Please set enable_lora=True, or "
-            "lora_paths, when the engine is made; or leave lora_path out."
-        )
-    return parts.adapters.resolve(name)
 
 
 def load_lora_adapter(engine: HasContext, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterResult:
