@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from fengine.core.sampling_params import RECOMMENDED, SamplingParams
 from fengine.errors import FengineError, ModelLoadError, UnsupportedFeatureError
-from fengine.models.fields import OFF
 from fengine.models.spec import Config
 from fengine.worker.safetensors_file import read_config, read_json
 
@@ -35,7 +34,10 @@ HARMLESS: Mapping[str, str] = {
     "remove_invalid_values": "non-finite logits end their own request",
     "renormalize_logits": "probabilities add up to 1 in any case",
 }  # fmt: skip
-ONE: Mapping[str, float] = {"num_beams": 1, "typical_p": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1}
+NEUTRAL: Mapping[str, float | None] = {  # values that ask for nothing, where that is not 0; null does so for all
+    **dict.fromkeys(("num_beams", "typical_p", "guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id")),
+}
 
 
 class GenerationConfig(NamedTuple):
@@ -73,7 +75,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
     path = directory / "generation_config.json"
     given = read_json(path) if os.path.lexists(path) else {}
     bad = [name for name, value in given.items() if name not in RECOMMENDED and name not in HARMLESS
-           and value not in (*OFF, ONE.get(name, 0))]  # fmt: skip
+           and value not in (None, "", [], {}, NEUTRAL.get(name, 0))]  # fmt: skip
     if bad:
         shown = ", ".join(f"{name} = {given[name]!r:.80}" for name in bad)
         raise UnsupportedFeatureError(

@@ -82,6 +82,14 @@ def test_every_key_of_a_generation_config_is_taken_left_alone_or_refused(tmp_pat
             with pytest.raises(UnsupportedFeatureError, match=f"{key} = 3"):
                 read(**{key: 3})
             assert read(**{key: None}) == {}
+    for key, value in {
+        "forced_eos_token_id": 0,
+        "guidance_scale": 0,
+        "typical_p": 0.0,
+    }.items():  # 0 is a value of these
+        with pytest.raises(UnsupportedFeatureError, match=f"{key} = {value}"):
+            read(**{key: value})
+    assert read(no_repeat_ngram_size=0, epsilon_cutoff=0.0, token_healing=False, bad_words_ids=[]) == {}
     assert read(temperature=0.5, top_k=0, num_beams=1, typical_p=1.0) == {"temperature": 0.5, "top_k": -1}
     with pytest.raises(ModelLoadError, match=r"generation_config\.json: temperature"):
         read(temperature=-1)
