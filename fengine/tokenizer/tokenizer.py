@@ -27,7 +27,8 @@ DEFAULT_CONTEXT = 131_072  # where neither the caller nor config.json tells
 class Tokenizer:
     """Immutable and thread-safe. Build with `from_directory`. `special_tokens` maps "bos_token", "eos_token", … to
     their text. `eos_ids` is the union of the tokenizer's, the model config's and the generation config's
-    end-of-sequence ids. `max_chars` caps the length of one text."""
+    end-of-sequence ids. `max_chars` caps the length of one text. `typed`: a model is told of which text of a pair each
+    token is, unless its tokenizer's config names inputs without that."""
 
     backend: Backend = field(repr=False)
     special_tokens: dict[str, str]
@@ -38,6 +39,7 @@ class Tokenizer:
     cleanup: bool
     directory: Path
     cut_side: str = "right"
+    typed: bool = True
 
     @classmethod
     def from_directory(
@@ -50,6 +52,7 @@ class Tokenizer:
         Errors: ModelLoadError (missing, corrupt, SentencePiece only), UnsupportedFeatureError (unknown decoder)."""
         files = read_files(Path(path))
         backend, special, cut_side = load_pipeline(files)
+        inputs = files.config.get("model_input_names")
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
         declared = files.model.get("max_position_embeddings")
         context = context_length or (declared if isinstance(declared, int) and declared > 0 else DEFAULT_CONTEXT)
@@ -64,6 +67,7 @@ class Tokenizer:
             and not isinstance(backend.model, models.BPE),
             directory=files.directory,
             cut_side=cut_side,
+            typed=not isinstance(inputs, list) or "token_type_ids" in inputs,
         )
         _ = tokenizer.decoding  # refuses unknown decoders now rather than at the first request
         return tokenizer

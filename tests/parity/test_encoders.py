@@ -148,8 +148,10 @@ def test_embeddings_through_the_engine(name: str, pool: str, tmp_path: Path) -> 
         assert output["embedding"] == pytest.approx(want.tolist(), abs=1e-5)
 
 
-def test_rerank_tells_query_and_document_apart(tmp_path: Path) -> None:
-    """Through a tokenizer that gives the second text another type, as BERT's does."""
+@pytest.mark.parametrize("more", [["token_type_ids"], [], None])  # None: as the class of BERT's tokenizer
+def test_rerank_tells_query_and_document_apart(more: list[str] | None, tmp_path: Path) -> None:
+    """Through a tokenizer that gives the second text another type, as BERT's does; but not where its config leaves
+    types out of what a model gets."""
     reference = write(tmp_path, "bert", "ForSequenceClassification", num_labels=1, vocab_size=4096)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     pair = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]
@@ -157,13 +159,19 @@ def test_rerank_tells_query_and_document_apart(tmp_path: Path) -> None:
         "type": "TemplateProcessing", "single": pair[:1], "pair": pair, "special_tokens": {},
     }  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    told = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    told["model_input_names"] = None if more is None else ["input_ids", "attention_mask", *more]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in told.items() if v is not None}))
     pairs = [["What is it?", "A small model."], ["Hello", "The capital of France is Paris."]]
     with Engine(model_path=str(tmp_path), device="cpu", enable_torch_compile=False) as llm:
         outputs = llm.rerank(pairs)
         assert llm.tokenizer is not None
         ids = [[llm.tokenizer.encode(text) for text in both] for both in pairs]
+    if more is not None:
+        hf = transformers.AutoTokenizer.from_pretrained(tmp_path)(*pairs[0])
+        assert ("token_type_ids" in hf) == bool(more)
     for (first, second), output in zip(ids, outputs, strict=True):
-        types = torch.tensor([[0] * len(first) + [1] * len(second)])
+        types = torch.tensor([[0] * len(first) + [int(more != [])] * len(second)])
         with torch.no_grad():
             want = reference(torch.tensor([first + second]), token_type_ids=types).logits[0, 0]
         assert output["embedding"] == pytest.approx(float(want), abs=TOLERANCE)
