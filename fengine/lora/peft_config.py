@@ -91,13 +91,18 @@ class PeftConfig(NamedTuple):
     target_modules: tuple[str, ...] | str
     exclude_modules: tuple[str, ...] | str
     layers_to_transform: list[int] | None
+    prefix: str = "model."  # what PEFT has in place of it: a model with images has more, a decoder alone nothing
+
+    def theirs(self, module: str) -> str:
+        """The name that PEFT, and so this config, has for a module. Pure."""
+        return self.prefix + module.removeprefix("model.")
 
     def rank_of(self, module: str) -> int:
-        return self.rank_pattern.get(_pattern(self.rank_pattern, module), self.r)
+        return self.rank_pattern.get(_pattern(self.rank_pattern, self.theirs(module)), self.r)
 
     def scale_of(self, module: str) -> float:
         """What B A is multiplied by. Pure."""
-        alpha = self.alpha_pattern.get(_pattern(self.alpha_pattern, module), self.lora_alpha)
+        alpha = self.alpha_pattern.get(_pattern(self.alpha_pattern, self.theirs(module)), self.lora_alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -106,20 +111,20 @@ class PeftConfig(NamedTuple):
 
         Errors: AdapterError for a target that is no part of the model, or if there is none at all.
         """
-        targets, layers = self.target_modules, self.layers_to_transform
+        targets, exclude, layers = self.target_modules, self.exclude_modules, self.layers_to_transform
         for target in targets if isinstance(targets, tuple) else ():
-            if not any(_matches((target,), module) for module in modules):
+            if not any(_matches((target,), self.theirs(module)) for module in modules):
                 kinds = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
                 raise AdapterError(
                     f"{self.path}: target_modules has {target!r}, which is not a linear layer of this model that an "
                     f"adapter may change; those are {kinds}."
                 )
-        found = [
-            module for module in modules if _matches(targets, module) and not _matches(self.exclude_modules, module)
-        ]
+        named = {module: self.theirs(module) for module in modules}
+        found = [module for module, name in named.items() if _matches(targets, name) and not _matches(exclude, name)]
         found = [  # a layer that is named whole is meant whatever its number
-            module for module in found if layers is None or module in targets or int(module.split(".")[2]) in layers
-        ]
+            module for module in found
+            if layers is None or named[module] in targets or int(module.split(".")[2]) in layers
+        ]  # fmt: skip
         if not found:
             raise AdapterError(
                 f"{self.path}: target_modules {targets!r:.200} with layers_to_transform and exclude_modules match "
@@ -169,7 +174,7 @@ def parse_config(values: Mapping[str, Any], path: str) -> PeftConfig:
 
 
 def _matches(names: tuple[str, ...] | str, module: str) -> bool:
-    """Whether a list of names or a regular expression means this module. The decoder alone has no "model." in front."""
+    """Whether a list of names or a regular expression means this module."""
     if isinstance(names, tuple):
         return any(module == name or module.endswith(f".{name}") for name in names)
     return names.lower() == ALL_LINEAR or (bool(names) and _fullmatch(names, module))

@@ -157,6 +157,7 @@ def collect(
             0, f"no tensor belongs to a linear layer of this model; one would be {PREFIX}{first}.lora_A.weight"
         )
     if not problems:
+        config = config._replace(prefix=_prefix(*next(iter(names.items()))))
         problems = _mismatches(config, config.targeted(list(modules)), names, shapes, limits)
     if problems:
         raise AdapterError(f"{what} does not fit this model or its config:{listed(problems)}")
@@ -177,6 +178,12 @@ def _place(name: str) -> tuple[str, str]:
     found = TENSOR.fullmatch(name)
     module, side = (found["module"], found["side"]) if found else ("", "")
     return (f"model.{module}" if module.startswith("layers.") else module), side
+
+
+def _prefix(place: tuple[str, str], name: str) -> str:
+    """What PEFT's name of a module begins with where ours does with "model."."""
+    theirs, rest = name.removeprefix(PREFIX).partition(".lora_")[0], place[0].removeprefix("model.")
+    return theirs.removesuffix(rest) if theirs.endswith(rest) else "model."
 
 
 def _why_unknown(name: str) -> str:

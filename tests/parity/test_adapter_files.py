@@ -1,6 +1,7 @@
 """Adapters that cannot be used: each is refused as a whole, with the tensor or setting that is wrong."""
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -283,6 +284,23 @@ def test_a_module_named_whole_is_meant_beside_layers_to_transform() -> None:
     named = {"target_modules": ["k_proj", "model.layers.0.self_attn.q_proj"], "layers_to_transform": [1]}
     found = parse_config(GIVEN | named, "config").targeted(list(LIMITS.modules))
     assert found == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"]
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model.", ""])
+def test_patterns_are_of_the_names_that_peft_has(prefix: str) -> None:
+    """Of a decoder with images, with them as before, or alone."""
+    limits = LIMITS._replace(
+        rename=lambda name: re.sub(r"^(model\.language_model|language_model\.model)", "model", name)
+    )
+    values = {name.replace("model.model.layers", f"model.{prefix}layers"): value for name, value in whole().items()}
+    q = re.escape(f"{prefix}layers.1.self_attn.q_proj")
+    patterns = {"alpha_pattern": {f"^{q}": 3}, "target_modules": rf"{re.escape(prefix)}layers\.\d+\..*_proj"}
+    read = from_tensors(values, GIVEN | patterns, "x", limits)
+    assert {name for name, update in read.updates.items() if update.scale == 3 / 4} == {
+        "model.layers.1.self_attn.q_proj"
+    }
+    whole_names = sorted(name.partition(".lora_")[0].removeprefix("base_model.model.") for name in values)
+    assert len(from_tensors(values, GIVEN | {"target_modules": whole_names}, "x", limits).updates) == 14
 
 
 def test_patterns_say_rank_and_alpha_each_by_themselves() -> None:
