@@ -1,17 +1,13 @@
-"""What a call asks for by arguments that most calls leave out, checked: logprobs, adapter, salt, priority; and ids."""
+"""What a call asks for by arguments that most calls leave out, checked: logprobs, an adapter, a salt, a priority."""
 
-from array import array
 from dataclasses import replace
-from operator import countOf
 from typing import Any
-
-import numpy as np
 
 from fengine.api.generate_input import GenerateReqInput
 from fengine.api.server_args import ServerArgs
 from fengine.core.request import Adapter
 from fengine.core.sampling_params import Parameter, Range, SamplingParams
-from fengine.core.scalars import exact_int, told
+from fengine.core.scalars import check_ids, told
 from fengine.engine.parts import Parts
 from fengine.errors import InvalidRequestError
 
@@ -84,7 +80,13 @@ def option_of(name: str, value: Any) -> Any:
     return OPTIONS[name].default if value is None else OPTIONS[name].checked(value)
 
 
-def adapter_of(parts: Parts, name: Any) -> Adapter | None:
+def queue_options(parts: Parts, args: ServerArgs, prompt: GenerateReqInput) -> dict[str, Any]:
+    """The fields of Request by which it is admitted and shares a prefix. Errors: InvalidRequestError; AdapterError."""
+    adapter, salt = _adapter_of(parts, prompt.lora_path), _salt_of(prompt.cache_salt)
+    return {"adapter": adapter, "cache_salt": salt, "priority": _priority_of(args, prompt.priority)}
+
+
+def _adapter_of(parts: Parts, name: Any) -> Adapter | None:
     """The loaded LoRA adapter of a name. Errors: InvalidRequestError; AdapterError if it cannot be read again."""
     if name is None:
         return None
@@ -96,13 +98,13 @@ def adapter_of(parts: Parts, name: Any) -> Adapter | None:
     return parts.adapters.resolve(name)
 
 
-def salt_of(value: Any) -> str | None:
+def _salt_of(value: Any) -> str | None:
     if value is not None and (not isinstance(value, str) or len(value) > MAX_SALT):
         raise InvalidRequestError(f"cache_salt must be a string of at most {MAX_SALT} characters, got {told(value)}.")
     return value or None
 
 
-def priority_of(args: ServerArgs, value: Any) -> int:
+def _priority_of(args: ServerArgs, value: Any) -> int:
     """The order of admission: higher goes first. Errors: InvalidRequestError if priorities are off."""
     if not args.enable_priority_scheduling:
         if value is not None:
@@ -113,32 +115,3 @@ def priority_of(args: ServerArgs, value: Any) -> int:
         return 0
     number = option_of("priority", args.default_priority_value if value is None else value)
     return -number if args.schedule_low_priority_values_first else number
-
-
-def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:
-    """Token ids as a list of int, each within the width of the logits. Errors: InvalidRequestError."""
-    try:
-        ids = ids.tolist() if hasattr(ids, "tolist") else ids
-    except Exception as error:  # a tensor of torch that is sparse, or holds no data; a class whose methods raise
-        raise InvalidRequestError(f"{name} must be readable as a list of token ids: {error}") from error
-    if not isinstance(ids, (list, tuple)):
-        raise InvalidRequestError(f"{name} must be a list of token ids, got {type(ids).__name__}.")
-    if not ids:
-        raise InvalidRequestError(f"{name} cannot be empty.")
-    if countOf(map(type, ids), int) != len(ids):
-        exact = [exact_int(value) for value in ids]
-        if None in exact:
-            i = exact.index(None)
-            kind = type(ids[i]).__name__
-            raise InvalidRequestError(f"{name}[{i}] must be an integer, got {told(ids[i])} ({kind}).")
-        ids = exact
-    try:  # a call may bring a million ids, before which no step can start: one pass over the objects, not two
-        fit = np.frombuffer(array("I", ids), np.uintc).max() < vocab_size
-    except OverflowError:
-        fit = False
-    if not fit:
-        i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
-        raise InvalidRequestError(
-            f"{name}[{i}] is {told(bad)}, out-of-vocabulary; token ids must be in [0, {vocab_size - 1}]."
-        )
-    return list(ids)

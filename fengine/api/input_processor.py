@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from fengine.api.call_options import adapter_of, check_amount, check_ids, logprobs_asked, priority_of, salt_of
+from fengine.api.call_options import check_amount, logprobs_asked, queue_options
 from fengine.api.context import EngineContext
 from fengine.api.generate_checks import routed_rank
 from fengine.api.generate_input import GenerateReqInput, split_batch
@@ -15,6 +15,7 @@ from fengine.api.request_features import grammar_asked, hidden_asked, processor_
 from fengine.api.sessions import Turn
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
+from fengine.core.scalars import check_ids
 from fengine.engine.parts import Parts
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
 from fengine.tokenizer.stop_regex import compile_patterns
@@ -90,8 +91,7 @@ def _check(
     if asked[0].top_logprobs or asked[0].logprob_ids:
         check_amount(asked[0], len(asked), len(ids), most)
     early_ids = params.end_ids(parts.eos_ids) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
-    adapter = adapter_of(parts, prompt.lora_path)
-    salt, priority = salt_of(prompt.cache_salt), priority_of(context.args, prompt.priority)
+    further = _further(context, prompt)
     return [
         Request(
             rid=rid,
@@ -101,15 +101,21 @@ def _check(
             seed=_seed(parts.config.random_seed, params, index, sample),
             max_new_tokens=most,
             stop_ids=params.stop_ids(parts.eos_ids),
-            cache_salt=salt,
-            priority=priority,
-            adapter=adapter,
             early_ids=early_ids,
             images=spans,
             rope=rope,
+            **further,
         )
         for sample, (rid, own) in enumerate(zip(prompt.rid, asked, strict=True))
     ]
+
+
+def _further(context: EngineContext, prompt: GenerateReqInput) -> dict[str, Any]:
+    """The fields of Request for what most calls leave out. Errors: InvalidRequestError; AdapterError."""
+    given = (prompt.lora_path, prompt.cache_salt, prompt.priority)
+    if context.args.enable_priority_scheduling or any(value is not None for value in given):
+        return queue_options(context.parts, context.args, prompt)
+    return {}
 
 
 def _asked(context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, count: int) -> SamplingParams:

@@ -1,9 +1,13 @@
 """Numbers, flags and lists of ids that callers pass, of any library, as Python's own; what is none is refused; and
 values of classes that derive from str, dict, list and tuple. No torch."""
 
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
+from operator import countOf
 from typing import Any
+
+import numpy as np
 
 from fengine.errors import InvalidRequestError
 
@@ -114,3 +118,32 @@ def plain_ids(value: Any) -> Any:
     own = own_class(value)
     nested = type(own) in (list, tuple) and len(own) > 0 and isinstance(own[0], (list, tuple))
     return type(own)(map(own_class, own)) if nested else own
+
+
+def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:
+    """Token ids as a list of int, each within the width of the logits. Errors: InvalidRequestError."""
+    try:
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    except Exception as error:  # a tensor of torch that is sparse, or holds no data; a class whose methods raise
+        raise InvalidRequestError(f"{name} must be readable as a list of token ids: {error}") from error
+    if not isinstance(ids, (list, tuple)):
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {type(ids).__name__}.")
+    if not ids:
+        raise InvalidRequestError(f"{name} cannot be empty.")
+    if countOf(map(type, ids), int) != len(ids):
+        exact = [exact_int(value) for value in ids]
+        if None in exact:
+            i = exact.index(None)
+            kind = type(ids[i]).__name__
+            raise InvalidRequestError(f"{name}[{i}] must be an integer, got {told(ids[i])} ({kind}).")
+        ids = exact
+    try:  # a call may bring a million ids, before which no step can start: one pass over the objects, not two
+        fit = np.frombuffer(array("I", ids), np.uintc).max() < vocab_size
+    except OverflowError:
+        fit = False
+    if not fit:
+        i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        raise InvalidRequestError(
+            f"{name}[{i}] is {told(bad)}, out-of-vocabulary; token ids must be in [0, {vocab_size - 1}]."
+        )
+    return list(ids)

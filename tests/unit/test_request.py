@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fengine.api.call_options import check_ids
 from fengine.core.parameter_kinds import CHECKS, NOT_BUILT
 from fengine.core.request import Request, SamplingParams
 from fengine.core.sampling_params import TOP_K_ALL
-from fengine.core.scalars import without_subclasses
+from fengine.core.scalars import check_ids, without_subclasses
 from fengine.errors import InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
 
 RANGES = {
