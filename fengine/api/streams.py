@@ -17,33 +17,32 @@ from fengine.errors import InvalidRequestError, NumericsError, TimedOutError
 
 class IndexQueue:
     """Indices of requests that have new output, for one reader at a time in the event loop's thread: `asyncio.Queue` at
-    a part of its cost. Modifies: itself."""
+    a part of its cost. `wake` is called after each `put`. Modifies: itself."""
 
     def __init__(self) -> None:
         self._items: deque[int] = deque()
-        self._came: asyncio.Future[None] | None = None  # what the reader waits for
+        self.wake: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: int) -> None:
         self._items.append(item)
-        if self._came is not None and not self._came.done():
-            self._came.set_result(None)
+        if self.wake is not None:
+            self.wake()
 
     def pop(self) -> int:
         return self._items.popleft()
 
-    def wait(self) -> asyncio.Future[None]:
-        """Done when there is one."""
-        self._came = came = asyncio.get_running_loop().create_future()
-        if self._items:
-            came.set_result(None)
-        return came
-
     async def get(self) -> int:
-        await self.wait()
-        return self.pop()
+        if not self._items:
+            came = asyncio.get_running_loop().create_future()
+            self.wake = lambda: None if came.done() else came.set_result(None)
+            try:
+                await came
+            finally:
+                self.wake = None
+        return self._items.popleft()
 
 
 class OutputCollector:

@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,32 +85,34 @@ def event(value: Any, name: str | None = None) -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {json.dumps(value)}\n\n".encode()
 
 
-class Events:
-    """The server-sent events of one call. Modifies: itself, the call's queue."""
-
-    def __init__(self, call: OutputCollector, writer: Writer) -> None:
-        self.call, self.writer = call, writer
-        self._last: list[Output] = [{}] * len(call.states)
-
-    def take(self) -> tuple[bytes, bool]:
-        """All that is new by now, of any output, and whether more comes. An error ends the stream with an event that
-        holds it."""
-        call, pieces = self.call, b""
+async def events(call: OutputCollector, writer: Writer) -> AsyncIterator[tuple[bytes, bool]]:
+    """The server-sent events of one call: bytes of some whole events at a time, and whether more come. An error ends
+    the stream with an event that holds it. Whoever reads must abort the call behind."""
+    last: list[Output] = [{}] * len(call.states)
+    pieces = b""
+    if first := writer.first():
+        yield first, True
+    while call.open:
         try:
-            while call.ready:
-                pieces += self._piece(call.ready.pop())
+            pieces = _piece(call, writer, last, await call.ready.get())
+            while call.ready:  # all that is new by now, of any output
+                pieces += _piece(call, writer, last, call.ready.pop())
         except Exception as error:
-            return self.writer.failed(api_error_of(error)), False
-        return (pieces, True) if call.open else (pieces + self.writer.last(self._last), False)
+            yield writer.failed(api_error_of(error)), False
+            return
+        if call.open and pieces:
+            yield pieces, True
+    yield pieces + writer.last(last), False
 
-    def _piece(self, index: int) -> bytes:
-        """What is new of one output. Errors: those of requests that failed."""
-        output = self.call.read(index)
-        if output is None:
-            return b""
-        finish = output["meta_info"]["finish_reason"]
-        if finish is not None:
-            if finish["type"] == "abort" and "status_code" in finish:  # it failed by itself
-                raise ApiError(finish["status_code"], finish["message"], code="request_failed")
-            self._last[index] = output
-        return self.writer.piece(index, output)
+
+def _piece(call: OutputCollector, writer: Writer, last: list[Output], index: int) -> bytes:
+    """What is new of one output. Modifies: `last`. Errors: those of requests that failed."""
+    output = call.read(index)
+    if output is None:
+        return b""
+    finish = output["meta_info"]["finish_reason"]
+    if finish is not None:
+        if finish["type"] == "abort" and "status_code" in finish:  # it failed by itself
+            raise ApiError(finish["status_code"], finish["message"], code="request_failed")
+        last[index] = output
+    return writer.piece(index, output)

@@ -12,12 +12,12 @@ from starlette.datastructures import State
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fengine.api.engine import Engine
 from fengine.core.json_text import parse_json
 from fengine.server import messages
-from fengine.server.answers import Events
+from fengine.server.answers import events
 from fengine.server.config import ServerConfig
 from fengine.server.endpoints import ENDPOINTS, Endpoint, open_api
 from fengine.server.errors import ApiError, api_error_of
@@ -162,23 +162,18 @@ class EventStream(StreamingResponse):
     when the client goes."""
 
     def __init__(self, call: Call, service: Service) -> None:
-        assert call.plan.writer is not None, "a plan of a stream"
-        self.events, self.call, self.service = Events(call.collector, call.plan.writer), call, service
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__((), 200, headers, "text/event-stream")
+        assert call.plan.writer is not None, "a plan of a stream"
+        self.events, self.call, self.service = events(call.collector, call.plan.writer), call, service
+        super().__init__(self.events, 200, headers, "text/event-stream")  # pyright: ignore[reportArgumentType]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(gone(receive))
         watch.add_done_callback(lambda _: self.call.collector.leave())
         try:
             if scope["http_version"] == "1.0":
-                pieces: list[bytes] = []
-
-                async def keep(message: Message) -> None:
-                    pieces.append(message.get("body", b""))
-
-                await self.stream_response(keep)
-                await Response(b"".join(pieces), headers=dict(self.headers))(scope, receive, send)
+                whole = b"".join([piece async for piece, _ in self.events])
+                await Response(whole, headers=dict(self.headers))(scope, receive, send)
             else:
                 await self.stream_response(send)
         finally:
@@ -187,13 +182,8 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        piece, more = self.events.writer.first(), True
-        while more:
-            if piece:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await self.call.collector.ready.wait()
-            piece, more = self.events.take()
-        await send({"type": "http.response.body", "body": piece, "more_body": False})  # one write for it and the end
+        async for piece, more in self.events:  # the last one with the end of the answer: one write for both
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
 def _refuse(request: Request, error: Exception) -> Response:

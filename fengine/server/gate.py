@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import re
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 
 from starlette.responses import JSONResponse
@@ -81,13 +81,13 @@ class Gate:
         rid = given[0] if given and ID.fullmatch(given[0]) else new_id().encode()
         path, begun, status = path_of(scope), time.perf_counter(), 0
 
-        def counted(message: Message) -> Awaitable[None]:
+        async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self.meter.answers[path if path in self.paths else "other", status] += 1  # a client cannot add paths
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", rid)]
-            return send(message)
+            await send(message)
 
         app, refusal = self.app, self._refusal(scope)
         if refusal is not None:

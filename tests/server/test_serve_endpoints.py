@@ -1,5 +1,6 @@
 """Endpoints beside OpenAI's completions: each answer is that of the engine's call behind it, or the same chat's."""
 
+import asyncio
 import json
 import logging
 import math
@@ -538,8 +539,12 @@ def test_nothing_comes_behind_an_error_of_a_stream() -> None:
     ready = IndexQueue()
     ready.put(0)
     call: Any = SimpleNamespace(states=[1], open={0}, ready=ready, read=read)
-    writer: Any = SimpleNamespace(failed=lambda error: b"failed", last=lambda outputs: b"last")
-    assert answers.Events(call, writer).take() == (b"failed", False)
+    writer: Any = SimpleNamespace(first=lambda: b"first", failed=lambda error: b"failed", last=lambda outputs: b"last")
+
+    async def told() -> list[tuple[bytes, bool]]:
+        return [piece async for piece in answers.events(call, writer)]
+
+    assert asyncio.run(told()) == [(b"first", True), (b"failed", False)]
 
 
 @pytest.mark.parametrize("usage", [True, False])
