@@ -36,7 +36,8 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
 
     def new_parser() -> OutputParser:
         apart = chat.separate_reasoning
-        return OutputParser(form, thinks=may_think and apart, opened=opened and apart, forced=bool(chat.forced))
+        thought: dict[str, bool] = {"thinks": may_think and apart, "opened": opened and apart}
+        return OutputParser(form, **thought, forced=bool(chat.forced), functions=chat.callable)
 
     sampling = _held(chat, facts, form, constrained) | sampling
     arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}

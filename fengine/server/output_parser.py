@@ -118,11 +118,14 @@ def _harmony(text: str, last: bool) -> tuple[str, str, list[Read]]:
 
 class OutputParser:
     """The parts of one output. `thinks`: it may begin with <think>; `opened`: the prompt ended with that. `forced`: it
-    is JSON of `tool_calls.forced_schema`, and begins with no thought. Modifies: itself."""
+    is JSON of `tool_calls.forced_schema`, and begins with no thought. `functions`: that may be called, whose schemas
+    tell the types of arguments where a format does not. Modifies: itself."""
 
     def __init__(
-        self, form: Format | None, *, thinks: bool = False, opened: bool = False, forced: bool = False
-    ) -> None:
+        self, form: Format | None, *, thinks: bool = False, opened: bool = False, forced: bool = False,
+        functions: Sequence[dict[str, Any]] = (),
+    ) -> None:  # fmt: skip
+        self._functions = functions
         self._opened = opened and not forced
         self._step = self._head if (thinks or opened) and not forced else self._answer
         self._parts: Callable[[str, bool], tuple[str, str, list[Read]]] = _plain
@@ -176,7 +179,8 @@ class OutputParser:
         reasoning, content, calls = self._parts(self._text, last)
         a, b, c = self._told
         self._told = len(reasoning), len(content), len(calls)
-        found = Delta(reasoning[a:], content[b:], tuple(call for read in calls[c:] for call in read()))
+        made = tuple(call.typed(self._functions) for read in calls[c:] for call in read())
+        found = Delta(reasoning[a:], content[b:], made)
         if content and not reasoning and not calls and self._parts is not _harmony:
             self._settle(content)
         return found
@@ -190,9 +194,12 @@ class OutputParser:
         self._text, self._told = self._text[len(content) - kept :], (0, kept, 0)
 
 
-def parse_output(text: str, form: Format | None, *, thinks: bool = False, opened: bool = False) -> Delta:
+def parse_output(
+    text: str, form: Format | None, *, thinks: bool = False, opened: bool = False,
+    functions: Sequence[dict[str, Any]] = (),
+) -> Delta:  # fmt: skip
     """All parts of a whole text. Pure."""
-    return OutputParser(form, thinks=thinks, opened=opened).feed(text, last=True)
+    return OutputParser(form, thinks=thinks, opened=opened, functions=functions).feed(text, last=True)
 
 
 # -- what a chat template teaches --------------------------------------------------------------------------------------

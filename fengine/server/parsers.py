@@ -75,16 +75,17 @@ class FunctionCallParser:
             raise UnsupportedFeatureError(
                 f"tool_call_parser={tool_call_parser!r:.80} is not built; there are {', '.join(FORMS)}."
             )
-        self._form = FORMS[tool_call_parser]
         self._names = [tool.function.name for tool in tools]
-        self._parser = OutputParser(self._form)
+        functions = [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in tools]
+        self._new = partial(OutputParser, FORMS[tool_call_parser], functions=functions)
+        self._parser = self._new()
 
     def has_tool_call(self, text: str) -> bool:
         return bool(self.parse_non_stream(text)[1])
 
     def parse_non_stream(self, full_text: str) -> tuple[str, list[ToolCallItem]]:
         """(the text beside the calls, the calls of tools that there are). Pure."""
-        found = OutputParser(self._form).feed(full_text, last=True)
+        found = self._new().feed(full_text, last=True)
         return found.content, self._items(found.calls)
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, list[ToolCallItem]]:

@@ -13,33 +13,43 @@ harmony   <|channel|>commentary to=functions.name<|message|>{…}<|call|> (gpt-o
 
 import ast
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fengine.core.json_text import refuse_constant
 from fengine.errors import UnsupportedFeatureError
+from fengine.server.tool_values import decode, python_value, written_value
 
 PYTHON_TAG = "<|python_tag|>"  # which Llama may write in front of calls
 MAX_CALLS = 16  # that a request may force at once
 COMPACT = {"whitespace_flexible": False}  # so that a model does not go on with blanks
 _NAME = re.compile(r"[\w.:-]{1,128}")
 _PYTHONIC = re.compile(r"\[?\s*[A-Za-z_][\w.]*\(")
-_NAMES = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`problem` tells what is wrong with a call that cannot be read; it may have no name then. `text`: as written."""
+    """`problem` tells what is wrong with a call that cannot be read; it may have no name then. `text`: as written.
+    `untyped`: its arguments are texts, whose types the function's schema tells."""
 
     name: str
     arguments: dict[str, Any]
     text: str = ""
     problem: str | None = None
+    untyped: bool = False
+
+    def typed(self, functions: Sequence[dict[str, Any]]) -> "ToolCall":
+        """With arguments as the one of these `functions` that it calls takes them. Pure."""
+        if not self.untyped:
+            return self
+        schema: Any = next((one.get("parameters") for one in functions if one["name"] == self.name), None)
+        schemas = schema.get("properties") if isinstance(schema, dict) else None
+        schemas = schemas if isinstance(schemas, dict) else {}
+        values = {name: written_value(text, schemas.get(name)) for name, text in self.arguments.items()}
+        return replace(self, arguments=values, untyped=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +64,6 @@ class Format:
     begin: str = ""
     end: str = ""
     read: Callable[[str], list[ToolCall]] | None = None
-
-
-_STRICT = json.JSONDecoder(parse_constant=refuse_constant)
-
-
-def decode(text: str, whole: bool = True) -> tuple[Any, str]:
-    """(the JSON value that a text is, or begins with, what follows). Errors: ValueError, also for what is nested too
-    deeply."""
-    try:
-        if whole:
-            return _STRICT.decode(text), ""
-        value, end = _STRICT.raw_decode(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    return value, text[end:]
 
 
 def call_of(value: Any, text: str) -> ToolCall:
@@ -135,26 +130,10 @@ def read_pythonic(body: str) -> list[ToolCall]:
 def _python_call(node: ast.expr) -> dict[str, Any]:
     """Errors: ValueError."""
     if isinstance(node, ast.Call) and not node.args and _NAME.fullmatch(name := ast.unparse(node.func)):
-        values = {one.arg: _python_value(one.value) for one in node.keywords}
+        values = {one.arg: python_value(one.value) for one in node.keywords}
         if None not in values:
             return {"name": name, "arguments": values}
     raise ValueError("it is no call with named arguments")
-
-
-def _python_value(node: ast.expr) -> Any:
-    """The JSON value that a literal is; true, false and null are read as well. Pure. Errors: ValueError."""
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_python_value(one) for one in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
-        if all(isinstance(key, str) for key in keys):
-            return dict(zip(keys, map(_python_value, node.values), strict=True))
-    if isinstance(node, ast.Name) and node.id in _NAMES:
-        return _NAMES[node.id]
-    value = ast.literal_eval(node)
-    if not isinstance(value, (str, int, float, type(None))) or value in (math.inf, -math.inf):
-        raise ValueError(f"{ast.unparse(node)!r:.80} is no JSON")
-    return value
 
 
 def _read_named(body: str) -> list[ToolCall]:
@@ -179,22 +158,18 @@ def _read_marked(body: str, begin: str, gap: str, end: str) -> list[ToolCall]:
     return calls
 
 
-def _read_pairs(body: str, head: str, behind: str, key: str, value: str, gap: str, end: str) -> list[ToolCall]:
-    """A name between `head` and `behind`, then pairs: `key` … `value` `gap` … `end`. Pure."""
+def _read_pairs(
+    body: str, head: str, behind: str, key: str, value: str, gap: str, end: str, around: str = ""
+) -> list[ToolCall]:
+    """A name between `head` and `behind`, then pairs: `key` … `value` `gap` … `end`; what stands between the last two
+    is the value, but for `around`, which is layout. Pure."""
     found = {}
     for piece in body.split(end)[:-1]:
         name, _, said = piece.partition(key)[2].partition(value)
-        found[name.strip()] = _value(said.partition(gap)[2] if gap else said)
+        said = said.partition(gap)[2] if gap else said
+        found[name.strip()] = said.removeprefix(around).removesuffix(around)
     name = body.strip().removeprefix(head).partition(behind)[0].strip()
-    return [call_of({"name": name, "arguments": found}, body)]
-
-
-def _value(text: str) -> Any:
-    """JSON where it reads as such, or else text. Pure."""
-    try:
-        return decode(text)[0]
-    except ValueError:
-        return text.strip("\n")
+    return [replace(call_of({"name": name, "arguments": found}, body), untyped=True)]
 
 
 _GLM = partial(_read_pairs, head="", behind="<arg_key>", key="<arg_key>", value="</arg_key>", gap="<arg_value>",
@@ -203,7 +178,8 @@ _INVOKE = partial(_read_pairs, head='<invoke name="', behind='">', key='<paramet
                   end="</parameter>")  # fmt: skip
 _DEEPSEEK = partial(_read_marked, begin="<｜tool▁call▁begin｜>", gap="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>")
 _KIMI = partial(_read_marked, begin="<|tool_call_begin|>", gap="<|tool_call_argument_begin|>", end="<|tool_call_end|>")
-_XML = partial(_read_pairs, head="<function=", behind=">", key="<parameter=", value=">", gap="", end="</parameter>")
+_XML = partial(_read_pairs, head="<function=", behind=">", key="<parameter=", value=">", gap="", end="</parameter>",
+               around="\n")  # fmt: skip
 FORMATS = (  # the first whose marks all stand in a template is the one that it teaches
     Format("harmony", ("<|channel|>", "functions"), ("gpt-oss",), "<|channel|>"),
     Format("deepseek", ("<｜tool▁calls▁begin｜>",), ("deepseekv3", "deepseekv31", "deepseekv32"),

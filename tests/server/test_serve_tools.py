@@ -11,7 +11,10 @@ openai = pytest.importorskip("openai", reason="openai's client, of the extra dev
 from serving import Live, live, until  # noqa: E402
 
 from fengine.api.engine import Engine  # noqa: E402
-from fengine.server.output_parser import OutputParser  # noqa: E402
+from fengine.api.io_struct import Function, Tool  # noqa: E402
+from fengine.server.output_parser import OutputParser, TemplateFacts  # noqa: E402
+from fengine.server.parsers import FunctionCallParser  # noqa: E402
+from fengine.server.tool_calls import format_of  # noqa: E402
 
 TURNS = """{% for message in messages %}<|{{ message.role }}|>
 {{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>
@@ -97,6 +100,20 @@ def test_calls_are_parsed_whole_and_streamed(client: Any, say: Any) -> None:
         **say(CALLS), tools=TOOLS, parallel_tool_calls=False
     ).choices[0].message.tool_calls  # fmt: skip
     assert one.function.name == "weather"
+
+
+def test_arguments_have_the_types_of_the_tools(client: Any, say: Any, server: Live, monkeypatch: Any) -> None:
+    facts = TemplateFacts(form=format_of("<tool_call> <arg_key>"))
+    monkeypatch.setattr(server.service, "template_facts", lambda tools: facts)
+    text = "<tool_call>weather<arg_key>city</arg_key><arg_value>75001</arg_value></tool_call>"
+    for kind, told in (("string", "75001"), ("integer", 75001)):
+        parameters = {"type": "object", "properties": {"city": {"type": kind}}}
+        tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+        (call,) = client.chat.completions.create(**say(text), tools=tools).choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": told}
+        parser = FunctionCallParser([Tool(Function("weather", parameters=parameters))], "glm")
+        (item,) = parser.parse_non_stream(text)[1]
+        assert json.loads(item.parameters) == {"city": told}
 
 
 def test_calls_are_text_where_no_tools_are_offered(client: Any, say: Any) -> None:

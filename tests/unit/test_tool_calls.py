@@ -92,6 +92,51 @@ def test_calls_and_thoughts_of_each_format(name: str, text: str, content: str, c
         assert streamed(OutputParser(form, thinks=thought is not None), pieces) == whole, pieces
 
 
+WRITTEN: dict[str, tuple[str, str]] = {  # a call of write, and each of its arguments, as a template writes them
+    "qwen_xml": ("<tool_call>\n<function=write>\n{}</function>\n</tool_call>",
+                 "<parameter={}>\n{}\n</parameter>\n"),
+    "glm": ("<tool_call>write\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"),
+    "minimax": ('<minimax:tool_call>\n<invoke name="write">\n{}</invoke>\n</minimax:tool_call>',
+                '<parameter name="{}">{}</parameter>\n'),
+}  # fmt: skip
+PLAIN, OR_NULL = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (PLAIN, "12345", "12345"),
+        (PLAIN, '{"a": 1}\n', '{"a": 1}\n'),
+        (PLAIN, "\n\tx\n\n", "\n\tx\n\n"),
+        (PLAIN, "null", "null"),
+        (PLAIN, "", ""),
+        (OR_NULL, "null", None),
+        (OR_NULL, "12345", "12345"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"type": ["string", "number"]}, "3", 3),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "object"}, "{'a': [1, None]}", {"a": [1, None]}),
+        ({"type": "array"}, '["a"]', ["a"]),
+        ({"type": "integer"}, "three", "three"),
+        ({}, "12345", 12345),
+        ({}, "True", "True"),
+        (None, '{"a": 1}', {"a": 1}),
+        (None, "text", "text"),
+    ],
+)
+def test_a_written_argument_has_the_type_that_the_schema_tells(name: str, schema: Any, text: str, value: Any) -> None:
+    call, argument = WRITTEN[name]
+    written = call.format(argument.format("n", "7") + argument.format("x", text))
+    properties = {"n": {"type": "integer"}} | ({} if schema is None else {"x": schema})
+    functions = [{"name": "other"}, {"name": "write", "parameters": {"type": "object", "properties": properties}}]
+    for pieces in ([written], list(written)):
+        (found,) = streamed(OutputParser(BY_NAME[name], functions=functions), pieces).calls
+        assert (found.name, found.arguments, found.problem) == ("write", {"n": 7, "x": value}, None)
+        assert type(found.arguments["x"]) is type(value)
+
+
 BROKEN = [
     ("hermes", '<tool_call>{"name": "weather", "argu'),
     ("hermes", "<tool_call>{} </tool_call>"),

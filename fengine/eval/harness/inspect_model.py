@@ -8,6 +8,8 @@ import asyncio
 import json
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fengine.api.engine import Engine
@@ -30,7 +32,7 @@ from fengine.eval.harness.inspect_requests import (
     tool_schemas,
 )
 from fengine.eval.runs.manifest import row_seed
-from fengine.server.output_parser import parse_output
+from fengine.server.output_parser import Delta, parse_output
 from fengine.server.tool_calls import Format, require_format
 
 try:
@@ -144,7 +146,9 @@ class FengineAPI(ModelAPI):
             return ModelOutput.from_content(self.model_name, str(error), "model_length", str(error))
         opened = self.use_chat_template and self._tokenizer.decode(ids[-8:], False).rstrip().endswith("<think>")
         calls_before = sum(len(m.tool_calls or []) for m in input if m.role == "assistant")
-        choices = [self._choice(output, config, form, opened, room < asked, calls_before) for output in outputs]
+        functions = [tool["function"] for tool in tool_schemas(tools)]
+        read = partial(parse_output, form=form, thinks=True, opened=opened, functions=functions)
+        choices = [self._choice(output, config, read, room < asked, calls_before) for output in outputs]
         written = sum(output["meta_info"]["completion_tokens"] for output in outputs)
         # Prompt tokens that were found in the prefix cache are not told apart: that would depend on the neighbours.
         usage = ModelUsage(input_tokens=len(ids), output_tokens=written, total_tokens=len(ids) + written)
@@ -203,12 +207,11 @@ class FengineAPI(ModelAPI):
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _choice(
-        self, output: dict[str, Any], config: GenerateConfig, form: Format | None, opened: bool, filled: bool,
-        calls: int,
-    ) -> ChatCompletionChoice:  # fmt: skip
+        self, output: dict[str, Any], config: GenerateConfig, read: Callable[[str], Delta], filled: bool, calls: int
+    ) -> ChatCompletionChoice:
         """`filled`: the context held fewer tokens than were allowed. `calls`: tool calls made before."""
         meta = output["meta_info"]
-        parsed = parse_output(output["text"], form, thinks=True, opened=opened)
+        parsed = read(output["text"])
         thoughts, text = parsed.reasoning, parsed.content
         stop = "stop" if meta["finish_reason"]["type"] == "stop" else "model_length" if filled else "max_tokens"
         made = [

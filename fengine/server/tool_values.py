@@ -1,0 +1,73 @@
+"""Arguments that a call writes as text or as Python's literals, to JSON values. No torch."""
+
+import ast
+import json
+import math
+from contextlib import suppress
+from typing import Any
+
+from fengine.core.json_text import refuse_constant
+
+_NAMES = {"true": True, "false": False, "null": None}
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_STRICT = json.JSONDecoder(parse_constant=refuse_constant)
+
+
+def decode(text: str, whole: bool = True) -> tuple[Any, str]:
+    """(the JSON value that a text is, or begins with, what follows). Errors: ValueError, also for what is nested too
+    deeply."""
+    try:
+        if whole:
+            return _STRICT.decode(text), ""
+        value, end = _STRICT.raw_decode(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value, text[end:]
+
+
+def python_value(node: ast.expr) -> Any:
+    """The JSON value that a literal is; true, false and null are read as well. Pure. Errors: ValueError."""
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [python_value(one) for one in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+        if all(isinstance(key, str) for key in keys):
+            return dict(zip(keys, map(python_value, node.values), strict=True))
+    if isinstance(node, ast.Name) and node.id in _NAMES:
+        return _NAMES[node.id]
+    value = ast.literal_eval(node)
+    if not isinstance(value, (str, int, float, type(None))) or value in (math.inf, -math.inf):
+        raise ValueError(f"{ast.unparse(node)!r:.80} is no JSON")
+    return value
+
+
+def written_value(text: str, schema: Any) -> Any:
+    """The value of an argument that stands as it is if it is a string, and else as JSON, or as Python writes it: what
+    it is the function's JSON schema tells. Without a word of that, JSON where it reads as such. Pure."""
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
+        return text
+    with suppress(ValueError):
+        value = decode(text)[0]
+        return value if "string" not in kinds or _kind(value) in kinds else text
+    if kinds and "string" not in kinds:
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            return python_value(ast.parse(text.strip(), mode="eval").body)
+    return text
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "null")
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a JSON schema names; none: it does not tell. Pure."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type", [])
+    found = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
+    if found:
+        return found | ({"integer"} if "number" in found else set())
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    inner = [one for name in ("anyOf", "oneOf") for one in schema.get(name) or ()]
+    return {_kind(value) for value in values}.union(*map(_kinds, inner))
