@@ -15,7 +15,7 @@ from fengine.api.context import HasContext
 from fengine.api.server_args import ServerArgs, in_force
 from fengine.config import Algorithm
 from fengine.engine.parts import Parts
-from fengine.worker.safetensors_file import read_json
+from fengine.worker.safetensors_file import read_config
 
 
 def get_server_info(engine: HasContext) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def model_config(parts: Parts, args: ServerArgs) -> dict[str, Any]:
 
 
 def hf_config(parts: Parts) -> dict[str, Any]:
-    """The model's config.json; {} where it has none."""
+    """The model's config.json with the values that count over it; {} where it has none."""
     path = parts.model_dir / "config.json"
-    return read_json(path) if path.exists() else {}
+    return read_config(parts.model_dir, parts.config.model.json_overrides) if path.exists() else {}
 
 
 def get_load(engine: HasContext) -> list[dict[str, Any]]:

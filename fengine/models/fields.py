@@ -15,7 +15,7 @@ TRAINING = "of training: dropout, losses and initialisation do nothing in infere
 OUTPUTS = "chooses what a call of transformers returns"
 SAMPLING = "a default of sampling, which generation_config.json holds"
 SPEED = "how the same result is computed"
-SCORES = "what sentence-transformers makes of a score, which comes here as it is"
+SCORES = "what is made of a head's numbers: by the server, the engine tells them as they are"
 OTHERS = "of other programs: transformers does not look at it"
 
 COMMON: Fields = {
@@ -27,10 +27,10 @@ COMMON: Fields = {
     "decoder_start_token_id": "of encoder-decoders, which are refused",
     "transformers_version": NAMES, "_name_or_path": NAMES, "auto_map": "code of a checkpoint, which is never imported",
     **dict.fromkeys(("model_max_length", "max_sequence_length", "transformers.js_config"), OTHERS),
-    **dict.fromkeys(("sentence_transformers", "sbert_ce_default_activation_function"), SCORES),
+    **dict.fromkeys(("sentence_transformers", "sbert_ce_default_activation_function", "problem_type"), SCORES),
     "tokenizer_class": "read by the tokenizer", "unsloth_version": NAMES, "unsloth_fixed": NAMES,
     "initializer_range": TRAINING, "attention_dropout": TRAINING, "gradient_checkpointing": TRAINING,
-    "problem_type": TRAINING, "use_cache": SPEED, "return_dict": OUTPUTS, "output_hidden_states": OUTPUTS,
+    "use_cache": SPEED, "return_dict": OUTPUTS, "output_hidden_states": OUTPUTS,
     "output_attentions": OUTPUTS, "torchscript": OUTPUTS, "use_return_dict": OUTPUTS,
     "chunk_size_feed_forward": SPEED, "_attn_implementation": SPEED, "_attn_implementation_autoset": SPEED,
     "attn_implementation": SPEED, "pretraining_tp": SPEED, "max_length": SAMPLING, "min_length": SAMPLING,

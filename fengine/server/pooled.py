@@ -17,12 +17,14 @@ from fengine.api.info import hf_config
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import Output
 from fengine.api.score import ScoreReqInput, Scoring
+from fengine.server import heads
 from fengine.server.answers import Plan, counted, new_id
 from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, whole
 from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, Truncation, prompt_ids, texts_or_ids
+from fengine.worker.safetensors_file import read_json
 
 CUT: Fields = TRUNCATION | {
     "truncation_side": one_of("The side that is cut off.", "left", "right", default="right"),  # as vLLM's
@@ -40,13 +42,13 @@ EMBEDDINGS: Fields = {
 CLASSIFY: Fields = {
     **MODEL,
     "input": loose("A text, token ids, or a list of either."),
-    "activation": flag("Probabilities, which add up to 1; false: the head's own numbers.", True),
+    "activation": flag("Probabilities, by the checkpoint's problem_type; false: the head's own numbers.", True),
     **CUT,
     **ADD_SPECIAL,
 }
 PAIRS: dict[str, Field] = {
     "text_1": loose("vLLM's: a text, or a list."), "text_2": loose("vLLM's: a text, or a list of as many, or more."),
-    "activation": flag("vLLM's: the sigmoid of a cross-encoder's one label.", True), **CUT,
+    "activation": flag("vLLM's: of a cross-encoder's one label; the sigmoid, or as it says.", True), **CUT,
 }  # fmt: skip
 SCORING: dict[str, Field] = {  # SGLang's
     "query": loose("A text, or token ids."), "items": loose("Texts, or lists of token ids."),
@@ -63,7 +65,7 @@ RERANK: Fields = {
     "documents": loose("Texts.", "array"),
     "top_n": whole("So many of the best.", 1, 1 << 20),
     "return_documents": flag("The documents beside their scores.", True),
-    "activation": flag("vLLM's: scores between 0 and 1, under /rerank and /v2/rerank.", True),
+    "activation": flag("vLLM's: as text_1 and text_2 are scored, under /rerank and /v2/rerank.", True),
     **CUT,
 }
 ENCODE: Fields = MODEL | {
@@ -147,15 +149,15 @@ def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
         told = "this model is no classifier; serve a checkpoint of …ForSequenceClassification."
         raise ApiError(400, told, "model", "unsupported_feature")
     prompts, count = ([], 0) if given["input"] == [] else _inputs(given, engine)
-    names = hf_config(parts).get("id2label") or {}
+    config = hf_config(parts)
+    names, activation = config.get("id2label") or {}, heads.of_labels(config, given["activation"])
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         data = []
         for index, output in enumerate(_complete(outputs)):
             found = output["embedding"]
             best = max(range(len(found)), key=lambda i: found[i])
-            shown = _shares(found) if given["activation"] else found
-            data.append({"index": index, "label": names.get(str(best), f"LABEL_{best}"), "probs": shown,
+            data.append({"index": index, "label": names.get(str(best), f"LABEL_{best}"), "probs": activation(found),
                          "num_classes": len(found)})  # fmt: skip
         return {**_head("classify-", model), "data": data, "usage": _usage(outputs)}
 
@@ -213,11 +215,12 @@ def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     cut, texts = _cut(given, engine), first + second
     apart: Any = _ids(texts, engine, True, cut) if cut and not crossed else texts
     request = EncodeReqInput(_pair_ids(engine, pairs, cut) if crossed else apart)
+    activation = _activation(engine, given["activation"])
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         vectors = [output["embedding"] for output in _complete(outputs)]
         if crossed:
-            scores = [_label(vector, given["activation"]) for vector in vectors]
+            scores = [_label(vector, activation) for vector in vectors]
         else:
             scores = [_cosine(a, b) for a, b in zip(vectors[: len(first)], vectors[len(first) :], strict=True)]
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
@@ -238,20 +241,18 @@ def _texts(given: Mapping[str, Any], name: str) -> list[str]:
     return value
 
 
-def _label(vector: list[float], activation: bool) -> float:
-    """The one label of a cross-encoder, between 0 and 1 with `activation`. Pure. Errors: ApiError."""
+def _activation(engine: Engine, wanted: bool) -> heads.Activation:
+    """What makes a score of a cross-encoder's label. Errors: ApiError; ModelLoadError for a file that is broken."""
+    parts = engine._parts
+    path = parts.model_dir / "config_sentence_transformers.json"
+    return heads.of_scores(hf_config(parts), read_json(path) if path.exists() else {}, wanted)
+
+
+def _label(vector: list[float], activation: heads.Activation) -> float:
+    """The one label of a cross-encoder. Pure. Errors: ApiError."""
     if len(vector) != 1:
         raise ApiError(400, f"this classifier has {len(vector)} labels; a score is one.", code="unsupported_feature")
-    return _shares(vector)[0] if activation else vector[0]
-
-
-def _shares(vector: list[float]) -> list[float]:
-    """The softmax of several labels, the sigmoid of one. Pure."""
-    if len(vector) == 1:
-        (value,) = vector
-        return [1 / (1 + math.exp(-value)) if value >= 0 else 1 - 1 / (1 + math.exp(value))]
-    powers = [math.exp(value - max(vector)) for value in vector]
-    return [power / math.fsum(powers) for power in powers]
+    return activation(vector)[0]
 
 
 def _cosine(a: list[float], b: list[float]) -> float:
@@ -262,8 +263,8 @@ def _cosine(a: list[float], b: list[float]) -> float:
 
 def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> Plan:
     """Documents, the best first: [{"score", "document", "index"}] as SGLang's with the scores of `Engine.rerank`, or
-    `jina`'s {"results": [{"index", "document", "relevance_score"}]} with scores between 0 and 1, as vLLM's. Errors:
-    ApiError; those of Engine.rerank."""
+    `jina`'s {"results": [{"index", "document", "relevance_score"}]} with scores between 0 and 1, or as the checkpoint
+    says, as vLLM's. Errors: ApiError; those of Engine.rerank."""
     given = take(body, RERANK)
     for name in ("query", "documents"):
         if given[name] is None:
@@ -273,9 +274,10 @@ def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> P
         raise invalid("documents", f"documents must be a list of texts, not empty, got {documents!r:.80}.")
     pairs = [[given["query"], document] for document in documents]
     request = EncodeReqInput(_pair_ids(engine, pairs, _cut(given, engine)))
+    activation = _activation(engine, jina and given["activation"])
 
     def answer(outputs: list[Output]) -> Any:
-        scores = [_label(output["embedding"], jina and given["activation"]) for output in _complete(outputs)]
+        scores = [_label(output["embedding"], activation) for output in _complete(outputs)]
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: given["top_n"]]
         if not jina:
             return [{"score": scores[i], "document": documents[i] if shows else None, "index": i,

@@ -315,17 +315,35 @@ def cross_encoder(directory: Path, labels: tuple[str, ...] = ("x",)) -> Path:
     return model
 
 
+def rewrite(path: Path, changes: dict[str, Any]) -> None:
+    """A JSON object's keys."""
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+
 def test_a_classifier_tells_labels(tmp_path: Path) -> None:
-    path = str(cross_encoder(tmp_path / "m", ("bad", "good", "odd")))
-    with Engine(model_path=path, is_embedding=True, enable_torch_compile=False) as engine, live(engine) as server:
+    path, labels = str(cross_encoder(tmp_path / "m", ("a", "b", "c"))), ("bad", "good", "odd")
+    over: Any = {"json_model_override_args": {"id2label": {str(i): label for i, label in enumerate(labels)}}}
+    with (
+        Engine(model_path=path, is_embedding=True, enable_torch_compile=False, **over) as engine,
+        live(engine) as server,
+    ):
         texts = [PROMPT, "a b c"]
         raw: Any = [one["embedding"] for one in engine.encode(texts)]
         told = post(server, "/classify", {"input": texts})
         assert [one["index"] for one in told["data"]] == [0, 1] and told["object"] == "list"
         for one, found in zip(told["data"], raw, strict=True):
             assert one["probs"] == pytest.approx(torch.tensor(found).softmax(-1).tolist(), abs=1e-6)
-            assert one["label"] == ("bad", "good", "odd")[found.index(max(found))] and one["num_classes"] == 3
+            assert one["label"] == labels[found.index(max(found))] and one["num_classes"] == 3
         assert [one["probs"] for one in post(server, "/classify", {"input": texts, "activation": False})["data"]] == raw
+        said: Any = {
+            "multi_label_classification": torch.sigmoid,
+            "regression": lambda x: x,
+            None: lambda x: x.softmax(-1),
+        }
+        for problem, meant in said.items():  # as transformers' pipeline has it
+            rewrite(tmp_path / "m/config.json", {"problem_type": problem})
+            probs = [one["probs"] for one in post(server, "/classify", {"input": texts})["data"]]
+            assert probs == [pytest.approx(meant(torch.tensor(found)).tolist(), abs=1e-6) for found in raw]
         short = post(server, "/classify", {"input": "a b c d e f", "truncate_prompt_tokens": 3})
         assert short["usage"]["prompt_tokens"] == 3 and post(server, "/classify", {"input": []})["data"] == []
         assert post(server, "/invocations", {"input": texts})["data"] == told["data"]
@@ -358,6 +376,21 @@ def test_a_cross_encoder_answers_in_three_forms(tmp_path: Path) -> None:
             assert [one["score"] for one in post(server, "/score", pairs)["data"]] == pytest.approx(sigmoids)
             bare = post(server, "/score", {**pairs, "activation": False})["data"]
             assert [one["score"] for one in bare] == raw
+            identity, file = "torch.nn.modules.linear.Identity", "config_sentence_transformers.json"
+            for name, said, none in (
+                ("config.json", {"sbert_ce_default_activation_function": identity}, {}),
+                ("config.json", {"sentence_transformers": {"activation_fn": identity, "version": "4"}}, {}),
+                (file, {"activation_fn": identity}, {"activation_fn": None}),
+            ):
+                rewrite(tmp_path / "m" / name, said)
+                assert [one["score"] for one in post(server, "/score", pairs)["data"]] == raw
+                assert [one["relevance_score"] for one in post(server, "/rerank", asked)["results"]] == sorted(raw)[
+                    ::-1
+                ]
+                rewrite(tmp_path / "m" / name, dict.fromkeys(said) | none)
+            rewrite(tmp_path / "m" / file, {"activation_fn": "torch.nn.modules.activation.Tanh"})
+            answer = server.ask("POST", "/score", pairs)
+            assert (answer.status, answer.error["param"]) == (400, "activation") and "Tanh" in answer.error["message"]
             theirs = AutoTokenizer.from_pretrained(BOX)
             for most, side in ((7, "right"), (9, "left"), (14, "right"), (40, "left")):
                 theirs.truncation_side = side

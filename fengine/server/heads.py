@@ -1,0 +1,60 @@
+"""Activations: what is made of a classifier's own numbers over HTTP, as its checkpoint says, and as vLLM does it."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fengine.server.errors import unsupported
+
+Activation = Callable[[list[float]], list[float]]
+
+
+def bare(vector: list[float]) -> list[float]:
+    """As they are. Pure."""
+    return vector
+
+
+def sigmoids(vector: list[float]) -> list[float]:
+    """Each between 0 and 1. Pure."""
+    return [1 / (1 + math.exp(-value)) if value >= 0 else 1 - 1 / (1 + math.exp(value)) for value in vector]
+
+
+def shares(vector: list[float]) -> list[float]:
+    """The softmax of several labels, the sigmoid of one. Pure."""
+    if len(vector) == 1:
+        return sigmoids(vector)
+    powers = [math.exp(value - max(vector)) for value in vector]
+    return [power / math.fsum(powers) for power in powers]
+
+
+OF_LABELS: dict[Any, Activation] = {
+    None: shares, "single_label_classification": shares, "multi_label_classification": sigmoids, "regression": bare,
+}  # fmt: skip
+OF_SCORES: dict[Any, Activation] = {None: shares, "Sigmoid": shares, "Softmax": shares, "Identity": bare}
+
+
+def of_labels(config: Mapping[str, Any], wanted: bool) -> Activation:
+    """Of a classifier with this config.json, or `bare` if none is `wanted`. Pure. Errors: ApiError."""
+    return _known(OF_LABELS, "problem_type", config.get("problem_type")) if wanted else bare
+
+
+def of_scores(config: Mapping[str, Any], files: Mapping[str, Any], wanted: bool) -> Activation:
+    """Of a cross-encoder, which sentence-transformers names in its own file or in config.json; or `bare`. Pure. Errors:
+    ApiError."""
+    inner = config.get("sentence_transformers")
+    named = [
+        files.get("activation_fn"),
+        inner.get("activation_fn") if isinstance(inner, dict) else None,
+        config.get("sbert_ce_default_activation_function"),
+    ]
+    name = next((one for one in named if one is not None), None)
+    return _known(OF_SCORES, "activation_fn", name and str(name).rpartition(".")[2]) if wanted else bare
+
+
+def _known(table: Mapping[Any, Activation], name: str, value: Any) -> Activation:
+    if not isinstance(value, str | None) or value not in table:
+        told = (
+            f"the checkpoint's {name} {value!r:.80} is not built; ask with activation=false for the head's own numbers."
+        )
+        raise unsupported("activation", told)
+    return table[value]
