@@ -293,7 +293,9 @@ def replay(path: Path) -> tuple[int, int]:
             raise OSError("it is no file")
         events = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
         again = Replay(events[0]["scheduler"])
-    except (OSError, UnicodeDecodeError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise InputFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         wanted = "no recording of a scheduler's steps, as scheduler.record=FILE makes one"
-        raise InputFileError(f"{path} is {wanted}: {type(error).__name__}: {error}") from error
+        raise InputFileError(f"{path} is {wanted} ({type(error).__name__})") from error
     return sum("add" in event for event in events), again.run(events[1:])

@@ -45,9 +45,10 @@ def resolve_model(
             raise UnsupportedFormatError(f"{path}: {directory.suffix} files are never opened; use safetensors.")
         raise ModelLoadError(f"{path} is not a directory; pass the directory that holds config.json and the weights.")
     if not HUB_ID.fullmatch(path):
-        raise ModelLoadError(
-            f"model directory {path!r} does not exist ({directory.absolute()}); a hub id looks like 'org/name'."
-        )
+        there = re.match(r"https?://huggingface\.co/([^/]+/[^/?#]+)", path)
+        hint = f"its hub id is {there[1]!r}" if there else "a hub id looks like 'org/name'"
+        where = "is a URL" if "://" in path else f"does not exist ({directory.absolute()})"
+        raise ModelLoadError(f"model directory {path!r:.200} {where}; {hint}.")
     return _download(path, revision, TEXT_FILES + ["*.safetensors"] * weights, cache_dir)
 
 

@@ -37,6 +37,8 @@ def test_words_are_sorted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("v.fracton=0.5", "did you mean v.fraction"),
         ("--jsn", "did you mean --json"),
+        ("fraction=0.5", "did you mean v.fraction=0.5?"),
+        ("--fraction", "did you mean v.fraction?"),
         *(
             (f"v.fraction={bad}", "must be a number above 0 and at most 1")
             for bad in ("0", "1.1", "nan", "-1", "x", "")

@@ -17,7 +17,7 @@ from fengine.eval.cli.compose import parse, points
 from fengine.eval.cli.mistakes import quoted
 from fengine.eval.commands.evaluate import with_prompts
 from fengine.eval.commands.serve import SERVE
-from fengine.eval.runs.config import RUN, evaluation_of
+from fengine.eval.runs.config import EVAL, RUN, evaluation_of
 from fengine.eval.tasks.kinds import open_task
 
 
@@ -63,6 +63,13 @@ def config(*words: str):  # noqa: ANN201
         ("n=4", "task.samples"),
         ("chat.enable_thinking=false", """chat.template_kwargs='{"enable_thinking": false}'"""),
         ("rows.jsonl", "write prompts=rows.jsonl"),
+        ("sampling.num_beams=4", "beam search is not built"),
+        ("""sampling.logit_bias={"5":-1}""", "unknown key sampling.logit_bias; fengine's word for it is a row's own"),
+        ("model.load_in_8bit=true", "model.quantization=fp8"),
+        ("task.num_fewshot=3", "task.shots"),
+        ("task.prompt_file=a.txt", "task.prompt=@FILE"),
+        ("+sampling=greedy", "write sampling=greedy, without a +"),
+        (f"sampling.json_schema={__file__}", f"what is in it is sampling.json_schema=@{__file__}"),
         ("sampling.stop_token_ids=5", "sampling.stop_token_ids must be a list"),
         ("sampling.stop=END", """sampling.stop must be a list: sampling.stop='["one","two"]'"""),
         ("sampling.regex=a sampling.json_schema={}", "sampling: Only one of json_schema"),
@@ -123,6 +130,18 @@ def test_home_grammars_and_files_of_grammars(tmp_path: Path, monkeypatch: pytest
     assert config("""sampling.regex='"[a,b]"'""".replace("'", "")).sampling.regex == "[a,b]"
 
 
+def test_texts_and_paths_need_no_second_quotes(tmp_path: Path) -> None:
+    assert config('chat.system=Say "no", (or) {yes}').chat.system == 'Say "no", (or) {yes}'
+    assert config("model.path=/my models/ü (v2)").engine.model.path == "/my models/ü (v2)"
+    assert config("prompts=a=ü.txt").prompts == "a=ü.txt"
+    found = points(parse([r"task.extract=(\d+), (a)", "task=capitals"], EVAL), EVAL)[0].config
+    assert found.task.extract == r"(\d+), (a)"
+    assert [p.config.out for p in points(parse(["-m", "out=a.jsonl,b.jsonl"], RUN), RUN)] == ["a.jsonl", "b.jsonl"]
+    (rows := tmp_path / "rows.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"prompts=\[…\] is a list of texts, and .*is a file"):
+        config(f'prompts=["{rows}", "b"]')
+
+
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20).filter(lambda t: "${" not in t))
 def test_quoted_texts_come_back(text: str) -> None:
 
@@ -136,6 +155,11 @@ def test_quoted_texts_come_back(text: str) -> None:
         ("/dev/stdin", "", "cat > rows.jsonl"),
         ("a.json", "", "jq -c"),
         ("a.csv", "", "lines=True"),
+        ("a.parquet", "", "read_parquet"),
+        ("a.jsonl.gz", "", "unpack it"),
+        (".", "", "prompts='.' ends in neither"),
+        ("/dev/null", "", "prompts='/dev/null'"),
+        ("https://a.b/c.jsonl", "", "is a URL"),
         ("a.jsonl", '[\n{"prompt": "x"}]', "holds one JSON array"),
         ("a.jsonl", '[{"prompt": "x"}]', "jq -c"),
     ],
@@ -153,6 +177,7 @@ def test_help_of_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sampling.temperature=1.0" in (told := capsys.readouterr().out) and "Divides the logits" in told
     assert run.main(["help", "access_log"]) == 0 and "serve.access_log=false" in capsys.readouterr().out
     assert run.main(["help", "frob"]) == run.USAGE and "no key has 'frob'" in capsys.readouterr().err
+    assert run.main(["help", "temprature"]) == run.USAGE and "did you mean temperature?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -165,15 +190,23 @@ def test_help_of_a_word(capsys: pytest.CaptureFixture[str]) -> None:
             "max_new_tokens=1,024 leaves no room for a prompt in the context of box, which",
         ),
         (["sampling.max_new_tokens=64", "model.context_length=64"], "has 64 tokens: at most 63"),
+        (["eval", "task=capitals", "sampling.max_new_tokens=8"], "the task's own counts, task.max_new_tokens=64"),
+        (["out=a.csv"], "one JSON object a line; name it out=FILE.jsonl"),
+        (["out=-"], "one JSON object a line; name it out=FILE.jsonl"),
+        (["out=/dev/full"], "/dev/full cannot be written: No space left"),
     ],
 )
 def test_what_every_request_would_be_refused_for_is_told_before_the_load(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run.main([*(["chat"] if "model.context_length=64" in words else ["prompts=[a]"]), *words]) == run.USAGE
+    verb = ["chat"] if "model.context_length=64" in words else ["prompts=[a]"]
+    assert run.main([*(verb if words[0] != "eval" else []), *words]) == run.USAGE
     told = capsys.readouterr().err
     assert said in told and "loading" not in told and not any(tmp_path.rglob("manifest.json"))
+
+
+ASKED = ["eval", "task=jsonl", "task.data=in.jsonl", "task.prompt={q}", "task.match=exact", "task.target=answer"]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +221,8 @@ def test_what_every_request_would_be_refused_for_is_told_before_the_load(
             ["eval", "task=jsonl", "task.data=in.jsonl", "task.prompt={p}"],
             "has no column 'p'; it has 'q'",
         ),
+        ([{"q": "a", "answer": 1}], [*ASKED, "task.group_by=topic"], "has no column 'topic'; it has 'q', 'answer'"),
+        ([{"q": "a", "answer": "b"}], [*ASKED[:4], "task.match=number", ASKED[5]], "'answer' holds no number, got 'b'"),
     ],
 )
 def test_rows_of_which_none_can_be_asked_are_told_before_the_load(

@@ -220,6 +220,18 @@ def test_an_old_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["link.jsonl", "out.jsonl"]
 
 
+def test_what_a_killed_run_left_is_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    if (pid := os.fork()) == 0:  # the run that is killed while it writes
+        try:
+            Export(path).write(entry({}) if number < 9 else os.kill(os.getpid(), 9) for number in range(10))  # type: ignore[misc]
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 9 and len(os.listdir(tmp_path)) == 1
+    Export(path).write([entry({"i": 2})])
+    assert os.listdir(tmp_path) == ["out.jsonl"] and written(path)[0]["i"] == 2
+
+
 def test_unusable_outputs(tmp_path: Path) -> None:
     def refused(path: Path, reason: str, inputs: str | None = None) -> None:
         with pytest.raises(StorageError, match=reason):
@@ -242,6 +254,6 @@ def test_unusable_outputs(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_devices_are_written_directly() -> None:
     with pytest.raises(StorageError, match="No space left"):
-        Export("/dev/full").write([entry({})])
+        Export("/dev/full")
     Export("/dev/null").write([entry({})])
     assert not os.path.isfile("/dev/null") and os.path.exists("/dev/full")

@@ -161,7 +161,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         ("table.jsonl", b"PAR1\x00\x00", "holds parquet data"),
         ("rows.csv", b"a,b\n", "lines=True"),
         ("rows.xyz", b"a,b\n", "set task.format"),
-        ("rows.jsonl.gz", b"\x1f\x8b\x08\x00", "set task.format"),
+        ("rows.jsonl.gz", b"\x1f\x8b\x08\x00", "unpack it first"),
         (".", None, "set task.format"),
     ],
 )
@@ -459,6 +459,11 @@ def test_perplexity(tmp_path: Path) -> None:
         ({"data": "x.jsonl", "kind": TaskKind.choice, "samples": 2}, "task.samples is for kind=generate"),
         ({"data": "x.jsonl", "kind": TaskKind.choice, "format": Format.openai}, "task.format=openai"),
         ({"data": "x.jsonl", "extract": "("}, "task.extract: .*not a regular expression"),
+        ({"data": "x.jsonl", "split": "train"}, "task.split and task.subset are of a dataset of Hugging Face"),
+        ({"data": "x.jsonl", "select": Select.last}, "task.select says which match of task.extract"),
+        ({"data": "x.jsonl", "choices": "options"}, "task.choices is for kind=choice"),
+        ({"data": "x.jsonl", "delimiter": ""}, "task.delimiter is for kind=choice and for task.shots"),
+        ({"data": "x.jsonl", "kind": TaskKind.choice, "match": Match.f1}, "kind=choice compares no texts"),
     ],
 )
 def test_configs_that_are_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:

@@ -245,6 +245,7 @@ def test_mistakes(make: Run, capsys: Any) -> None:
         (["a", "seed=3"], "unknown word seed=3"),
         (["a", "verify.fraction=0"], "above 0"),
         (["a", "verify.fracton=0.1"], "unknown word verify.fracton"),
+        (["a", "fraction=0.1"], "did you mean verify.fraction=0.1?"),
         (["a", "verify.layouts=permutted"], "'permutted' is none of permuted"),
         (["a", "out=nowhere/v.json"], "cannot be written"),
         (["a", "out=a"], "is a folder"),

@@ -118,19 +118,23 @@ def parse(
             except ValueError as error:
                 raise ConfigError(f"{key}={value:.500}: {error}") from error
         elif word.startswith("-") and word not in flags:
-            raise ConfigError(_unknown(word, [*flags, "--help"]))
+            raise ConfigError(unknown(word, [*flags, "--help", *known]))
         elif sign and not os.path.exists(word):
             if not overrides:
-                raise ConfigError(_unknown(key, [*known]))
+                raise ConfigError(unknown(word, [*known]))
             others.append(word)
         elif word not in flags:
             places.append(word)
     return Arguments(tuple(places), read, frozenset(w for w in argv if w in flags), tuple(others))
 
 
-def _unknown(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, 1)
-    hint = f"did you mean {near[0]}?" if near else f"there {'are' if len(known) > 1 else 'is'} {', '.join(known)}"
+def unknown(word: str, known: Sequence[str]) -> str:
+    """What to say of a word that is none of `known`; fraction=1 and --fraction find verify.fraction. Pure."""
+    key, sign, value = word.partition("=")
+    names = {name.rpartition(".")[2]: name for name in known} | {name: name for name in known}
+    found = [near for one in (key, key.lstrip("-")) for near in difflib.get_close_matches(one, names, 1, 0.7)]
+    near = f"{names[found[0]]}{sign}{value:.200}" if found else ""
+    hint = f"did you mean {near}?" if near else f"there {'are' if len(known) > 1 else 'is'} {', '.join(known)}"
     return f"unknown word {word:.500}; {hint if known else 'this command takes no key=value'}"
 
 

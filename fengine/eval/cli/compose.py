@@ -38,17 +38,19 @@ MAX_POINTS = 1000
 def parse(argv: Sequence[str], schema: Schema | None = None) -> Namespace:
     """Hydra's flags and overrides, as their writer means them. `schema`: whose keys an unknown flag may mean. Errors:
     ConfigError."""
-    program, keys = ("fengine", []) if schema is None else (schema.program, guard.leaves(schema.keys))
+    program, keys = ("fengine", {}) if schema is None else (schema.program, guard.leaves(schema.keys))
     parser = get_args_parser()
     parser.prog = program
     parser.usage = f"{program} [group=option] [key=value] ...        ({program} --help shows them)"
     next(a for a in parser._actions if a.dest == "version").version = f"fengine {fengine.__version__}"  # type: ignore[attr-defined]
-    parser.error = partial(_refuse_flag, list(argv), set(parser._option_string_actions), keys)
+    parser.error = partial(_refuse_flag, list(argv), set(parser._option_string_actions), list(keys))
     given = parser.parse_intermixed_args(list(argv))
     for word in given.overrides:
         if not word.partition("=")[0].strip():
             raise ConfigError(f"{word!r:.80} names no key; settings are written key=value (an empty variable, perhaps)")
-    given.parser, given.overrides = parser, [mistakes.readable(word, given.multirun) for word in given.overrides]
+    texts = [key for key, kind in keys.items() if kind in (str, str | None)]
+    given.parser = parser
+    given.overrides = [mistakes.readable(word, given.multirun, texts) for word in given.overrides]
     if (given.package or given.resolve) and not given.cfg:
         raise ConfigError(
             "-p (--package) and --resolve are of --cfg alone; settings are written key=value: serve.port=9000"

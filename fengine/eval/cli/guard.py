@@ -157,14 +157,12 @@ def unknown(key: str, schema: Any) -> str:
         tail = name.rpartition(".")[2]
         if tail not in tails or name.rpartition(".")[0] == section:
             tails[tail] = name
-    if told := None if last in tails else mistakes.other_name(last, list(names)):
-        return f"unknown key {_short(key)}; {told}"
-    near = difflib.get_close_matches(last, list(tails), 1, 0.6 if len(last) > 3 else 0.8)
-    if near:
-        return f"unknown key {_short(key)}; did you mean {tails[near[0]]}?"
+    told = None if last in tails else mistakes.other_name(last, list(names))
+    if told is None and (near := difflib.get_close_matches(last, list(tails), 1, 0.6 if len(last) > 3 else 0.8)):
+        told = f"did you mean {tails[near[0]]}?"
     inside = [name.rpartition(".")[2] for name in names if section and name.rpartition(".")[0] == section]
     hint = f"{section} has {', '.join(inside)}" if inside else "`fengine --help` lists all keys"
-    return f"unknown key {_short(key)}; {hint}"
+    return f"unknown key {_short(key)}; {told or hint}"
 
 
 def _names(section: Any, prefix: str) -> dict[str, Any]:
@@ -177,9 +175,9 @@ def _names(section: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def leaves(section: Any) -> list[str]:
-    """Every "section.key" that has a value. Pure."""
-    return [name for name, kind in _names(section, "").items() if not dataclasses.is_dataclass(kind)]
+def leaves(section: Any) -> dict[str, Any]:
+    """Every "section.key" that has a value, with its type. Pure."""
+    return {name: kind for name, kind in _names(section, "").items() if not dataclasses.is_dataclass(kind)}
 
 
 MAX_FILE, MAX_NODES = 4 << 20, 200_000  # bytes of a YAML file; its values, each counted as often as aliases name it
@@ -246,12 +244,17 @@ def explained(error: BaseException, schema: Schema | None = None, word: str = ""
         raise error
     if isinstance(error, OSError) and error.strerror:  # of a name that is looked for as a file's
         return f"{error.strerror}: {str(error.filename).rpartition('/')[2]:.100}"
+    key, sign, _ = word.partition("=")
+    if schema is not None and sign and "." in key and key not in leaves(schema.keys) and not key.startswith("hydra."):
+        return unknown(key, schema.keys)
     if word or isinstance(error, OverrideParseException):
         first = "" if isinstance(error, OverrideParseException) else _cause(error)[1] or "nested too deeply"
         return mistakes.unreadable(_short(word or str(getattr(error, "override", ""))), first and f" ({_short(first)})")
     if schema is not None and isinstance(error, MissingConfigException):
         return _missing_option(error, schema)
-    return _of_key(error, schema)
+    return re.sub(
+        r"To override a value use 'override (\S+): (.*)'", r"write \1=\2, without a +", _of_key(error, schema)
+    )
 
 
 def _cause(error: BaseException) -> tuple[BaseException, str]:

@@ -1,6 +1,7 @@
 """Words of a command line by people who know other programs: read as they are meant, or told ours. No torch."""
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,9 +9,10 @@ from pathlib import Path
 from fengine.api.sglang_args import HARMLESS, REFUSED
 from fengine.errors import ConfigError
 
-TEXTS = ("sampling.json_schema", "sampling.regex", "sampling.ebnf", "sampling.structural_tag", "chat.template_kwargs",
-         "task.prompt", "task.judge.prompt", "task.judge.sampling")  # fmt: skip
-FILES = tuple(name for name in TEXTS if name != "sampling.regex")  # whose values may be read as @FILE
+PATTERNS = ("sampling.regex", "task.extract", "task.judge.extract", "task.delimiter")
+FILES = ("sampling.json_schema", "sampling.ebnf", "sampling.structural_tag", "chat.template_kwargs", "chat.system",
+         "task.prompt", "task.judge.prompt", "task.judge.system", "task.judge.sampling")  # fmt: skip
+TEXTS = (*PATTERNS, *FILES)  # whose values are texts with whatever is in them; those of FILES may be read as @FILE
 MAX_FILE = 1 << 20  # bytes
 # vLLM's, SGLang's, llama.cpp's and OpenAI's names -> ours; those that end alike are found without a table.
 WORDS = {
@@ -34,6 +36,8 @@ WORDS = {
         ("num_samples", "repeats", "n", "best_of", "num_return_sequences"), "task.samples (of fengine eval)"
     ),
     **dict.fromkeys(("tasks", "dataset"), "task"),
+    **dict.fromkeys(("metric", "metrics", "scorer"), "task.match"),
+    **dict.fromkeys(("num_fewshot", "fewshot", "few_shot", "n_shot", "num_shots"), "task.shots"),
     **dict.fromkeys(("guided_json", "schema", "json"), "sampling.json_schema"),
     **dict.fromkeys(("v", "verbose"), "view"),
     **dict.fromkeys(("m",), "-m (a sweep)"),
@@ -42,6 +46,8 @@ WHOLE = {  # keys of which no part alone would tell
     "task.judge.model": "a run has one model, which judges; judge its outputs.jsonl in a run of the other model, with "
     "task.judge.response=answers.0.text",
     "task.score": "fengine's word for it is task.match; for a judge's score task.judge.prompt",
+    "task.prompt_file": "fengine's word for it is task.prompt=@FILE",
+    "chat.enabled": "chat=true is of a run of prompts; of an evaluation it is task.chat=true",
 }
 OTHERS = {  # group -> what is done with none of its options
     "model": "any other: model.path=DIR, or a hub id",
@@ -58,13 +64,17 @@ SWITCHES = {  # of other programs -> what does the same
     "apply_chat_template": "chat=true",
     "enable_thinking": """chat.template_kwargs='{"enable_thinking": false}'""",
     "do_sample": "sampling=greedy, or sampling.temperature=1",
+    **dict.fromkeys(("num_beams", "use_beam_search", "beam_width"), "nothing: beam search is not built"),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "model.quantization=fp8, or a checkpoint in AWQ or GPTQ"),
+    "logit_bias": """a row's own: {"prompt": "...", "sampling": {"logit_bias": {"5": -1}}}""",
     "stream": "nothing: texts are shown as they grow, and a server streams where a request asks",
 }
 
 
-def readable(word: str, multirun: bool) -> str:
+def readable(word: str, multirun: bool, texts: Sequence[str] = ()) -> str:
     """An override as its writer means it: ~ is the home directory, a grammar is a text whatever signs are in it, or a
-    file's with @, and what has a blank in it is one prompt. Errors: ConfigError for an @FILE that is not there."""
+    file's with @, and what has a blank in it is one prompt. `texts`: further keys that hold a text, such as a path.
+    Errors: ConfigError for an @FILE that is not there."""
     key, sign, value = word.partition("=")
     if key == "chat":
         return f"chat.enabled={value}"
@@ -74,8 +84,19 @@ def readable(word: str, multirun: bool) -> str:
         return f"{key}={quoted(str(Path(value).expanduser()))}"
     if key in FILES and value.startswith("@"):
         return f"{key}={quoted(_content(key, value[1:]))}"
-    is_text = key in TEXTS and value != "null" or key == "prompts" and re.search(r"\s", value) and value[:1] != "["
-    return f"{key}={quoted(value)}" if is_text else word
+    if key in FILES and Path(value).suffix and os.path.isfile(value):
+        raise ConfigError(f"{word:.500} is a file's name; what is in it is {key}=@{value}")
+    return f"{key}={quoted(value)}" if _is_text(key, value, texts) else word
+
+
+def _is_text(key: str, value: str, texts: Sequence[str]) -> bool:
+    """Whether a value is one text, and nothing for Hydra to read: several values or a function of it. Pure."""
+    if value == "null":
+        return False
+    if key in TEXTS or key == "prompts" and value[:1] != "[" and re.search(r"\s", value):
+        return True
+    several = "," in value or value[:1] in ("[", "{") or re.fullmatch(r"\w+\(.*\)", value)
+    return not several and (key in texts or key == "prompts" and Path(value).suffix != "")
 
 
 def quoted(text: str) -> str:

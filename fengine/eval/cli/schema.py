@@ -1,6 +1,7 @@
 """What a command composes: the schema of its config, what `--help` says of each key, and the points that come of it. No
 torch, no Hydra."""
 
+import difflib
 import inspect
 import json
 import re
@@ -136,7 +137,9 @@ def keys_of(word: str, schemas: Sequence[Schema]) -> str:
             if word in key
         }
     if not found:
-        raise ConfigError(f"no key has {word!r:.80} in its name; fengine --help lists all")
+        names = {key.rpartition(".")[2] for schema in schemas for key in flat(schema.kind())}
+        near = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(word, names, 1))
+        raise ConfigError(f"no key has {word!r:.80} in its name{near or '; fengine --help lists all'}")
     return "\n".join(f"{name:<34}  # {note}" if note else name for name, note in found.items())
 
 

@@ -70,7 +70,7 @@ def work(argv: Sequence[str]) -> int:
     words = command.parse(argv, OPTIONS, overrides=True)
     kind = "".join(words.places)
     if strange := [word for word in words.overrides if word.startswith("bench.")]:
-        raise ConfigError(f"unknown word {strange[0]:.200}; there are {', '.join(OPTIONS)}")
+        raise ConfigError(command.unknown(strange[0], [*OPTIONS]))
     given = DEFAULTS | {name.partition(".")[2]: value for name, value in words.options.items()}
     if kind not in KINDS:
         raise ConfigError(f"fengine bench takes one of {', '.join(KINDS)}, got {kind!r:.80}")

@@ -137,6 +137,7 @@ def report(argv: Sequence[str]) -> int:
         raise ConfigError(f"fengine report takes one folder or two, got {len(words.places)}; see fengine report --help")
     folders = [Path(word) for word in words.places]
     name = "diff.html" if len(folders) == 2 else "report.html"
+    folders = [folder if folder.is_dir() else runs_of(folder)[0] for folder in folders]  # that of an output file
     out: Path = words.options.get("out", folders[0] / name)
     for folder in folders:
         runs_of(folder)

@@ -78,7 +78,7 @@ def work(argv: Sequence[str]) -> int:
         raise ConfigError(f"fengine verify takes one run folder, got {len(words.places)}; see fengine verify --help")
     strange = [word for word in words.overrides if word.partition("=")[0] not in CHANGES]
     if strange:
-        raise ConfigError(f"unknown word {strange[0]}; there are {', '.join([*OPTIONS, *CHANGES])}")
+        raise ConfigError(command.unknown(strange[0], [*OPTIONS, *CHANGES]))
     folders = runs_of(Path(words.places[0]))
     if len(folders) > 1 and "out" in words.options:
         raise ConfigError("out=FILE is for one run; those of a sweep have their verify.json in their own folders")

@@ -1,6 +1,7 @@
 """The schemas of runs: `RunConfig` of prompts, `EvalConfig` of tasks, and their checks. No torch, no Hydra. A run of
 prompts is an evaluation that scores nothing: `evaluation_of` says which. `conf/` repeats defaults for readers."""
 
+import os
 import re
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
@@ -165,13 +166,16 @@ def evaluation_of(config: RunConfig, builtin: tuple[Any, ...]) -> EvalConfig:
 
 def is_prompt(text: str) -> bool:
     """Whether what could be a file's name is one prompt: it has a blank in it and no suffix of a file. Pure."""
-    return any(c.isspace() for c in text.strip()) and not text.lower().endswith((".txt", ".jsonl"))
+    return any(c.isspace() for c in text.strip()) and not text.lower().endswith((".txt", ".jsonl", ".ndjson"))
 
 
 def check_run(config: RunConfig) -> list[str]:
-    """Every problem that can be seen without loading anything, one line each. Pure."""
+    """Every problem that can be seen without loading anything, one line each."""
     prompts, bare = config.prompts, config.engine.model.skip_tokenizer_init
+    files = [one for one in prompts if is_file(one)] if isinstance(prompts, list) else []
     return _check_shared(config) + held({
+        f"prompts=[…] is a list of texts, and {''.join(files[:1])!r:.200} is a file; of one file write prompts=FILE, "
+        "several are joined by cat": bool(files),
         "out must name a file; leave it out for output.jsonl in the run's own directory": _blank(config.out),
         f"prompts must be a list or a file's name, got {prompts!r:.80}": not isinstance(prompts, str | list | None),
         "prompts is empty; leave it out to run the built-in prompts": prompts in ("", []),
@@ -209,6 +213,11 @@ def check_judge(config: EvalConfig) -> list[str]:
         return [*problems, str(error) if isinstance(error, ConfigError) else f"task.judge.sampling: {error}"]
     strange = [name for name in judge.parameters if name not in names]
     return problems + [f"task.judge.sampling has no {name!r}; there are {', '.join(names)}" for name in strange]
+
+
+def is_file(prompt: Any) -> bool:
+    """Whether what stands as a prompt's text is the name of a file of prompts that is there."""
+    return isinstance(prompt, str) and prompt.lower().endswith((".txt", ".jsonl", ".ndjson")) and os.path.isfile(prompt)
 
 
 def _blank(text: str | None) -> bool:

@@ -49,10 +49,10 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """What is written inside becomes the file at `path`, durable; else the one that was there stays. Errors:
-    OSError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def whole_file(path: Path, partial: Path | None = None) -> Iterator[BinaryIO]:
+    """What is written inside becomes the file at `path`, durable; else the one that was there stays. `partial` is the
+    file until then; None: one of this process. Errors: OSError."""
+    partial = partial or path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with partial.open("wb") as file:
             yield file

@@ -24,6 +24,8 @@ from fengine.eval.tasks.sources import RESULT_COLUMNS
 from fengine.eval.tasks.task import Row
 from fengine.server.errors import ApiError
 
+OTHERS = (".csv", ".tsv", ".json", ".parquet", ".xlsx", ".gz", ".zst")  # files of other kinds
+
 
 class Export:
     """The file of a run of prompts. Errors: StorageError that names the path."""
@@ -36,16 +38,23 @@ class Export:
         self.folder = Path(f"{self.path}.run")  # of the run that writes this file
         if inputs is not None and self.path == Path(os.path.realpath(inputs)):
             raise StorageError(f"output path {path} is the prompts file itself; choose another out=.")
+        if self.path.name == "-" or self.path.suffix.lower() in OTHERS:
+            problem = "a file is written, one JSON object a line"
+            raise StorageError(f"output path {path}: {problem}; name it out=FILE.jsonl")
         with self._writing():
             kind = stat.S_IFMT(self.path.stat().st_mode) if self.path.exists() else stat.S_IFREG
+            self.device = kind == stat.S_IFCHR  # such as /dev/null: written directly, for a rename would replace it
+            if self.device:
+                with self.path.open("wb", buffering=0) as file:
+                    file.write(b"")  # which /dev/full refuses
         if kind not in (stat.S_IFREG, stat.S_IFCHR):
             raise StorageError(f"output path {path} is not a regular file; choose another out=.")
-        self.device = kind == stat.S_IFCHR  # such as /dev/null: written directly, for a rename would replace it
 
     def write(self, entries: Iterable[Entry]) -> None:
         """All rows, by their lines of the journal: a whole file, durable, or the one that was there before."""
         with self._writing():
-            with self.path.open("wb") if self.device else whole_file(self.path) as file:
+            partial = self.path.with_name(f".{self.path.name}.tmp")  # one name: what a killed run left is written over
+            with self.path.open("wb") if self.device else whole_file(self.path, partial) as file:
                 for entry in entries:
                     file.write(line_of(self.row(entry)) + b"\n")
             if not self.device:

@@ -16,7 +16,7 @@ import yaml
 
 from fengine.config import EngineConfig
 from fengine.core.sampling_params import SamplingParams
-from fengine.errors import EngineClosedError, EngineDeadError, FengineError, InputFileError, StorageError
+from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, InputFileError, StorageError
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED
 from fengine.eval.cli.engines import EngineCache, model_directory, refuse_sampling, report
 from fengine.eval.cli.schema import Point, nested
@@ -38,7 +38,7 @@ from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.columns import names_columns
 from fengine.eval.tasks.kinds import open_task
 from fengine.eval.tasks.task import BadRow, Row, Task
-from fengine.eval.tasks.task_config import Format, base_directory
+from fengine.eval.tasks.task_config import Format, TaskConfig, base_directory
 
 Ended = tuple[int, dict[str, Any] | None]  # exit code of a run, and its metrics.json if it has come to its end
 
@@ -60,8 +60,8 @@ def run_point(
     remedy = "another out=DIR" if export is None else "hydra.run.dir=DIR or another out="
     with RunFolder(point.directory, remedy) as folder:
         if not (folder.path / MANIFEST).exists():
-            is_batch = config.task.format is Format.batch
-            refuse_rows(open_task(config.task, base, lambda *_: [0]), check_request if is_batch else None)
+            refuse_shadowed(config.task, point.overrides)
+            survey(config, base, screen)
             refuse_demands(config, config.task.max_new_tokens, screen)
         one = open_run(folder, point, manifest.identity(config, task, rows), rows, base, screen, export)
         if one.table.left < rows.rows:
@@ -77,6 +77,27 @@ def run_point(
                 raise
             report(error)
             return FAILED, None
+
+
+def refuse_shadowed(task: TaskConfig, words: Sequence[str]) -> None:
+    """A parameter that is given for the run, and counts for nothing since the task has its own. Errors: ConfigError."""
+    for name in ("max_new_tokens", "stop"):
+        own, given = getattr(task, name), [word for word in words if word.startswith(f"sampling.{name}=")]
+        if own is not None and given and not any(word.startswith(f"task.{name}=") for word in words):
+            told = list(own) if isinstance(own, tuple) else own
+            raise ConfigError(f"{given[0]:.200}: the task's own counts, task.{name}={told}; set that")
+
+
+def survey(config: EvalConfig, base: Path, screen: QuietView) -> None:
+    """Looks at the first rows, before a model is loaded. Errors: as `refuse_rows`."""
+    chats = list[Any]()
+    task = open_task(config.task, base, lambda messages, *_: chats.append(messages) or [0])
+    refuse_rows(task, check_request if config.task.format is Format.batch else None)
+    if not chats and (config.chat.system is not None or config.chat.template_kwargs is not None):
+        key = "chat" if config.task.format is Format.prompts else "task.chat"
+        screen.warn(
+            f"chat.system and chat.template_kwargs are of chats, and the first row is none: {key}=true makes it one"
+        )
 
 
 def refuse_demands(config: RunConfig | EvalConfig, own: int | None, screen: QuietView) -> None:

@@ -152,7 +152,7 @@ class GenerateTask(_Task):
         fixed = {"max_new_tokens": config.max_new_tokens, "stop": None if config.stop is None else list(config.stop)}
         sampling = {name: value for name, value in fixed.items() if value is not None}
         if config.format is Format.prompts and (taken := [name for name in RESULT_COLUMNS if name in row.data]):
-            raise problem(row, f"column {taken[0]!r} is a name that results use; rename it")
+            raise problem(row, f"column {taken[0]!r} is a name that results use; rename it (what is asked is 'prompt')")
         asked = {} if row.data.get("sampling") is None else row.data["sampling"]
         if not isinstance(asked, dict):
             raise problem(row, f"sampling must be an object, got {type(asked).__name__}")
@@ -160,6 +160,7 @@ class GenerateTask(_Task):
             refuse_bare(row)
         if config.match is not Match.none:
             self._references(row)
+        self.in_group(row, {})
         one = Ask(self.prompt_of(row), {**sampling, **asked}, "generate", images=self.images_of(row))
         return [one] * config.samples
 
@@ -206,7 +207,12 @@ class GenerateTask(_Task):
         listed = target if isinstance(target, list) else [target]
         if not listed or not all(isinstance(one, (str, int, float)) and not isinstance(one, bool) for one in listed):
             raise problem(row, f"{self.config.target!r} must be a text, a number, or a list of them")
-        return [str(one) for one in listed]
+        texts = [str(one) for one in listed]
+        if self.config.match is Match.number and not any(map(scoring.numbers, texts)):
+            raise problem(
+                row, f"{self.config.target!r} holds no number, got {texts[0]!r:.80}; task.match=number needs one"
+            )
+        return texts
 
 
 @dataclass(frozen=True)

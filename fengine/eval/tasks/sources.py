@@ -22,9 +22,13 @@ MAX_ID_CHARS = 512
 # Names that the records of a run of prompts give to results.
 RESULT_COLUMNS = "text output_ids finish_reason error sampling_seed prompt_tokens output_token_logprobs".split()
 SUFFIXES = {".jsonl": Format.jsonl, ".ndjson": Format.jsonl, ".parquet": Format.parquet}
+_PANDAS = "write one object a line, as pandas.read_{}(FILE).to_json(OUT, orient='records', lines=True) does"
 REMEDIES = {  # for what is often tried
     ".json": "write one object a line: jq -c '.[]' FILE.json > FILE.jsonl",
-    ".csv": "write one object a line, as pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True) does",
+    **{f".{name}": _PANDAS.format(name) for name in ("csv", "parquet")},
+    ".tsv": _PANDAS.format("table"),
+    ".xlsx": _PANDAS.format("excel"),
+    **dict.fromkeys((".gz", ".zst", ".bz2", ".xz", ".zip"), "unpack it first"),
     "-": "rows are read twice and hashed, so that they must lie in a file: cat > rows.jsonl",
 }
 MAGIC = {b"\x1f\x8b": "gzip", b"PAR1": "parquet", b"PK\x03\x04": "zip", b"(\xb5/\xfd": "zstandard", b"BZh": "bzip2"}
@@ -61,7 +65,7 @@ def _read(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     if config.format is Format.drawn:
         return _rows(_numbered(drawn.rows(int(config.data))), "row", config)
     path = base / Path(config.data).expanduser()
-    form = _format(path, config.format)
+    form = _format(path, config)
     if form is Format.parquet:
         return _rows(_numbered(columns.read_parquet(path)), "row", config)
     plain = form is Format.prompts
@@ -76,13 +80,15 @@ def data_path(config: TaskConfig, base: Path) -> Path | None:
     return (base / Path(config.data).expanduser()).absolute()
 
 
-def _format(path: Path, asked: Format) -> Format:
+def _format(path: Path, config: TaskConfig) -> Format:
     """Errors: InputFileError where neither the config nor the name tells."""
-    suffix = path.suffix.lower()
+    suffix, asked = path.suffix.lower(), config.format
     remedy = REMEDIES.get(suffix) or (REMEDIES["-"] if path.name == "-" or str(path).startswith("/dev/") else None)
-    if asked is Format.prompts and suffix not in (".txt", ".jsonl"):
+    if "://" in str(config.data):
+        raise InputFileError(f"{config.data!r:.200} is a URL, and rows are read from files: download it first")
+    if asked is Format.prompts and suffix not in (".txt", ".jsonl", ".ndjson"):
         raise InputFileError(
-            f"prompts={str(path.name)!r:.200} ends in neither .txt (one prompt a line) nor .jsonl (one object a line); "
+            f"prompts={config.data!r:.200} ends in neither .txt (one prompt a line) nor .jsonl (one object a line); "
             + (remedy or "write an inline prompt as a list: prompts=['…']")
         )
     form = SUFFIXES.get(suffix) if asked is Format.auto else asked

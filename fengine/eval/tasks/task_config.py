@@ -99,6 +99,8 @@ def _data(config: TaskConfig) -> dict[str, bool]:
         and not (config.limit and (config.data or "").isdecimal()),
         "task.prompts is for task.format=prompts": inline and config.format is not Format.prompts,
         "task.data must name the rows: task.data=FILE.jsonl": not inline and not (config.data or "").strip(),
+        "task.split and task.subset are of a dataset of Hugging Face: task.format=hf": config.format is not Format.hf
+        and (config.split, config.subset) != (TaskConfig.split, TaskConfig.subset),
         "task.format=batch is that of `fengine batch`, which scores nothing": config.format is Format.batch
         and (config.match is not Match.none or config.judge.prompt is not None),
         "task.format=openai holds requests to generate; kind=choice needs a prompt and choices": config.kind
@@ -112,6 +114,14 @@ def _kind(config: TaskConfig) -> dict[str, bool]:
     generates, compared = config.kind is TaskKind.generate, config.match is not Match.none
     return {
         "task.images is for kind=generate": config.images is not None and not generates,
+        f"task.match and task.extract are for kind=generate; kind={config.kind.value} compares no texts": not generates
+        and (config.match not in (Match.none, TaskConfig.match) or config.extract is not None),
+        "task.select says which match of task.extract counts: set that, too": config.extract is None
+        and config.select is not TaskConfig.select,
+        "task.choices is for kind=choice": config.kind is not TaskKind.choice and config.choices != TaskConfig.choices,
+        "task.delimiter is for kind=choice and for task.shots": config.kind is not TaskKind.choice
+        and not config.shots
+        and config.delimiter != TaskConfig.delimiter,
         "task.target must name the reference's column, or set task.match=none": config.target is None
         and (compared or not generates),
         "task.judge.response brings the answers: leave out task.prompt, task.shots, task.samples": bool(
