@@ -45,9 +45,9 @@ def problem(row: Row | BadRow) -> str:
 
 def test_inline_list() -> None:
     good, bad, empty, chat = task_of(["Hello", 3, "", {"messages": [{"role": "user", "content": "x"}]}]).rows()
-    assert good == Row("0", {"prompt": "Hello"}) and empty.data == {"prompt": ""}
+    assert good == Row("0", {"prompt": "Hello"}) and empty == Row("2", {"prompt": ""})
     assert bad == BadRow("1", 2, "prompts[1] must be a string, got int.")
-    assert task_of([]).asks(chat)[0].prompt == [1]
+    assert isinstance(chat, Row) and task_of([]).asks(chat)[0].prompt == [1]
 
 
 def test_text_file(tmp_path: Path) -> None:

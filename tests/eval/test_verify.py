@@ -354,7 +354,7 @@ def careless() -> Iterator[None]:
             return honest(x_TK, w, bias_N, adapters, out_dtype, **more)
         first = x_TK.clone()
         first[:, x_TK.shape[1] // 2 :] = 0
-        y_TN = sum(honest(x, w, None, adapters, None, **more) for x in (first, x_TK - first))
+        y_TN: Any = sum(honest(x, w, None, adapters, None, **more) for x in (first, x_TK - first))
         return (y_TN if bias_N is None else y_TN + bias_N).to(out_dtype or x_TK.dtype)
 
     linear.linear = halves
