@@ -3,6 +3,7 @@
 tokens before them and their own are equal, for behind it they are of other texts."""
 
 import struct
+from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -60,6 +61,11 @@ class RowDifference:
     @property
     def same(self) -> bool:
         return self.first_token is None and self.first_logprob is None and not self.other
+
+    @property
+    def rank(self) -> int:
+        """0: tokens differ, 1: bits of logprobs do, 2: neither. Pure."""
+        return 0 if self.first_token else 1 if self.first_logprob else 2
 
     @property
     def first(self) -> Divergence | None:
@@ -186,7 +192,7 @@ class Comparison(Counts):
     largest_at: tuple[str, int, int] | None = None  # row id, sample, token
     histogram: list[int] = field(default_factory=lambda: [0] * len(EDGES))  # of |Δlogprob| that differ
     rows_with: dict[str, int] = field(default_factory=dict)  # what differs -> in how many rows
-    firsts: list[RowDifference] = field(default_factory=list)  # the first rows that differ, in input order
+    firsts: list[RowDifference] = field(default_factory=list)  # rows that differ, by rank, then in input order
     metrics: dict[str, Delta] = field(default_factory=dict)  # b - a
 
     @property
@@ -206,9 +212,10 @@ class Comparison(Counts):
         named = [("tokens", found.first_token), ("logprobs", found.first_logprob)]
         for name in (*(name for name, there in named if there), *found.other):
             self.rows_with[name] = self.rows_with.get(name, 0) + 1
-        if len(self.firsts) < keep:
+        if len(self.firsts) < keep or self.firsts and found.rank < self.firsts[-1].rank:
             found.deltas = []
-            self.firsts.append(found)
+            insort(self.firsts, found, key=lambda one: one.rank)
+            del self.firsts[keep:]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values. Pure."""
@@ -226,7 +233,7 @@ def edges() -> list[tuple[float, float | None]]:
 
 def compare(pairs: Iterable[tuple[Record | None, Record | None]], keep: int = 20) -> Comparison:
     """Two runs from pairs of records of the same id, None where a run lacks it; one pass, one pair in memory at a time.
-    Of the rows that differ the first `keep` are kept, of the others counts. Pure."""
+    Of the rows that differ `keep` are kept, first those whose tokens do, of the others counts. Pure."""
     found = Comparison()
 
     def scores() -> Iterator[tuple[Scores, Scores]]:
