@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from base64 import b64encode
@@ -22,7 +23,8 @@ from fengine.eval.cli import engines as engines_file
 from fengine.eval.commands import evaluate
 from fengine.eval.report import rows as report_rows
 from fengine.eval.report import schedule
-from fengine.eval.report.facts import script_json, size
+from fengine.eval.report import sweep as report_sweep
+from fengine.eval.report.facts import figures, script_json, size
 from fengine.eval.report.page import page, report_data
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks import statistics
@@ -126,9 +128,32 @@ def test_a_run_against_its_records(cli: Any, capsys: pytest.CaptureFixture[str])
     assert told["code_sha256"] == recorded["identity"]["code_sha256"]
     assert found["commands"][0][1].startswith("fengine eval task=jsonl") and found["verify"] is None
     assert "there is no trace.json" not in str(found["schedule"]["notes"])
+    brief, read, drawn = dict(found["brief"]), *(recorded["result"][f"{n}_tokens"] for n in ("prompt", "completion"))
+    assert brief["Sampling"] == "greedy, at most 128 new tokens" and brief["Seed"] == "0" and "Time" in brief
+    assert brief["Tokens"] == f"{read:,} in, {drawn:,} out" and "tokens/s" in brief["Speed"]
+    assert found["target"] == "answer" and found["model"] in brief["Model"]
     before = {p.name: p.read_bytes() for p in Path("a").iterdir()}
     assert run.main(["report", "a", "out=other.html"]) == 0  # writes nothing into the run
     assert {p.name: p.read_bytes() for p in Path("a").iterdir()} == before
+
+
+def test_a_page_to_be_sent_tells_no_paths_of_its_machine(cli: Any, tmp_path: Path) -> None:
+    cli(f"out={tmp_path}/inside/c", f"model.tokenizer_path={tmp_path.parent}/tok/box")
+    os.chdir(tmp_path / "inside")
+    assert run.main(["report", "c"]) == 0
+    page = Path("c/report.html").read_text()
+    assert "fengine rerun c" in page and "out=c" in page and "…/box" in page
+    assert str(tmp_path) not in page and str(tmp_path.parent) not in page
+
+
+def test_a_picture_in_a_column_is_told_by_its_bytes() -> None:
+    record = {
+        "id": "r",
+        "data": {"picture": [{"image": "data:image/png;base64," + "A" * 400, "alt": "short"}]},
+        "scores": {},
+    }
+    ((_, text),) = report_rows.item(record, 0)["d"]
+    assert json.loads(text) == [{"image": "data:image/png;base64,… (300 bytes)", "alt": "short"}]
 
 
 def test_an_unfinished_run_shows_what_is_journaled(cli: Any) -> None:
@@ -210,8 +235,8 @@ def test_rows_are_chosen_by_kind_and_evenly() -> None:
     assert len(kept) == 1000 and kept == sorted(set(kept)) and kept[:10] == list(range(10))
     wrong = [place for place in kept if kinds[place] == 1]
     assert 333 <= len(wrong) <= 660 and max(b - a for a, b in zip(wrong, wrong[1:], strict=False)) <= 10
-    assert report_rows.why(kinds, kept).startswith("1,000 of 93,010 rows are in this file")
-    assert "10 of 10 failed" in report_rows.why(kinds, kept)
+    told = report_rows.why(kinds, kept) or ""
+    assert told.startswith("1,000 of 93,010 rows are in this file") and "10 of 10 failed" in told
     for most in (0, 1, 2, 3, 7, 100):
         for made in ([1] * 5, [0, 1, 2] * 40, [3] * 200, [], [0] * 200 + [2]):
             assert len(report_rows.chosen(made, most)) == min(most, len(made))
@@ -482,7 +507,9 @@ def test_a_sweep_and_its_paired_differences(cli: Any) -> None:
     cli("-m", "seed=1,2,3", "out=s")
     Path("s/2/outputs.jsonl").write_text("spoilt")
     Path("s/2/journal.log").write_text("spoilt")
-    rows = [{r["id"]: r.get("scores") for r in records(Path(f"s/{i}/outputs.jsonl"))} for i in range(2)]
+    rows: list[dict[str, Any]] = [
+        {r["id"]: r.get("scores") for r in records(Path(f"s/{i}/outputs.jsonl"))} for i in range(2)
+    ]
     assert run.main(["report", "s"]) == 0
     sweep = data_in(Path("s/report.html"))["sweep"]
     assert [p["folder"] for p in sweep["points"]] == ["0", "1", "2"] and sweep["keys"] == ["seed"]
@@ -500,6 +527,16 @@ def test_a_sweep_and_its_paired_differences(cli: Any) -> None:
     (grid,) = sweep["grid"]
     kinds = ["".join("0" if s is None else "21"[not s["prefix_match"]] for s in one.values()) for one in rows]
     assert grid["kinds"] == kinds and grid["points"] == [0, 1]
+
+
+def test_a_share_over_seeds_ends_at_one() -> None:
+    points = []
+    for seed, wrong in enumerate((0, 0, 9)):
+        metrics = {"m": statistics.mean([True] * (100 - wrong) + [False] * wrong).as_dict()}
+        point = {"name": f"seed={seed}", "task": "t", "values": [], "finished": True, "rows": 100}
+        points.append(point | {"counts": {"failed": 0}, "metrics": figures({"metrics": metrics})})
+    (figure,) = report_sweep._folded(points)[0]["metrics"]
+    assert figure["high"] == 1 and math.isclose(figure["value"] - figure["low"], 1.959963984540054 * figure["stderr"])
 
 
 def test_points_without_a_run_are_told(cli: Any) -> None:
@@ -530,7 +567,7 @@ def test_two_runs(cli: Any) -> None:
     mine, its = ({r["id"]: r for r in records(Path(f"{name}/outputs.jsonl"))} for name in "ab")
     differ = [i for i in mine if mine[i] != its[i]]
     assert data["diff"]["differing_rows"] == len(differ) > 0 and not data["diff"]["same"]
-    assert [one["id"] for one in data["diff"]["firsts"]] == differ
+    assert sorted(one["id"] for one in data["diff"]["firsts"]) == sorted(differ)
     assert any(line.startswith("seed: 0 → 5") for line in data["diff"]["causes"])
     one = data["diff"]["firsts"][0]
     assert [row["a"][0]["t"] for row in one["pair"]] == [r[differ[0]]["answers"][0]["text"] for r in (mine, its)]

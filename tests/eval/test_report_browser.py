@@ -1,5 +1,6 @@
 """Every view of a report in a browser: no error, no request, keyboard and pointer. Needs playwright and Chromium."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -79,9 +80,13 @@ def fits(page: Any) -> bool:
 @pytest.mark.parametrize("width", [1400, 420])
 def test_a_run(cli: Any, opened: Open, width: int, scheme: str) -> None:  # noqa: F811
     with_steps(Path("a"))
+    layout = {"layout": "chunks", "what": "prompts cut into small chunks " * 2, "evidence": "steps of at most 3 tokens"}
+    Path("a/verify.json").write_text(json.dumps({"identical": True, "layouts": [layout | {"verdict": "identical"}]}))
     assert run.main(["report", "a"]) == 0
     page = opened(Path("a/report.html"), width, scheme)
     assert page.title().startswith("jsonl") and page.locator(".kpi").first.inner_text() and fits(page)
+    assert all(head.strip() for head in page.locator("th").all_text_contents())
+    assert all(box["height"] < 200 for box in [row.bounding_box() for row in page.locator(".wide tbody tr").all()])
     background = "getComputedStyle(document.body).backgroundColor"
     before = page.evaluate(background)
     page.click("#theme")
@@ -93,6 +98,7 @@ def test_a_run(cli: Any, opened: Open, width: int, scheme: str) -> None:  # noqa
     page.locator(".chip", has_text="All").click()
     page.fill("input[type=search]", "ROW NUMBER 7")
     assert page.locator(".item .id").all_inner_texts() == ["r7"]
+    assert "expected" in page.locator(".item .say").inner_text()
     page.locator(".item").click()
     assert page.locator(".prompt").first.inner_text() == "row number 7"
     page.locator(".tok").first.click()
@@ -161,7 +167,7 @@ def test_a_sweep_and_a_difference(cli: Any, opened: Open, width: int) -> None:  
         assert page.locator(".kpi").first.is_visible() and fits(page)
 
 
-@pytest.mark.parametrize("width", [1400, 420])
+@pytest.mark.parametrize("width", [1400, 390])
 def test_a_metric_over_a_number(cli: Any, opened: Open, width: int) -> None:  # noqa: F811
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(cli, "-m", "sampling.temperature=0,0.5,1", "seed=1,2", "out=s").result() == 1
@@ -173,6 +179,9 @@ def test_a_metric_over_a_number(cli: Any, opened: Open, width: int) -> None:  # 
     assert len(points) == page.locator("svg circle").count() == 3 and fits(page)
     assert places[1] - places[0] == pytest.approx(places[2] - places[1], abs=0.2)
     assert page.locator("table").first.locator("tbody tr").count() == 3
+    assert page.locator("tbody td").first.inner_text() == "temperature=0"
+    page.click("#tab-deltas")
+    assert fits(page)  # the choice of a baseline too, whatever the names' length
 
 
 def test_a_row_has_a_link(made: Path, opened: Open) -> None:  # noqa: F811

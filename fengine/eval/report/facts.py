@@ -3,6 +3,7 @@ values as a page may hold them: JSON that no HTML parser can misread, short text
 
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import StorageError
-from fengine.eval.cli.view import place
+from fengine.eval.cli.view import clock, duration, place
+from fengine.eval.runs.config import SamplingConfig
 from fengine.eval.runs.folder import read_object
 from fengine.eval.runs.record import METRICS
 from fengine.eval.runs.records import Records
@@ -21,6 +23,7 @@ SESSION = ("started", "ended", "how", "host", "pid")
 HIDDEN = ("config.task.name", "config.task.version", "config.seed")  # told elsewhere in the same list
 # What would end a script element or a line of JavaScript, or is no text in UTF-8.
 _UNSAFE = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
+_PATH = re.compile(r"/[^\s/{}]+/[^\s{}]*")  # an absolute one, as a whole value
 _WIDE = re.compile("[\u2028\u2029\ud800-\udfff]")  # of these, the ones of three bytes
 EXACT = 2**53  # above it a number of JavaScript is not exact
 
@@ -35,9 +38,12 @@ def overview(records: Records, counts: dict[str, int], score: str | None) -> dic
     sessions = [{key: cut(told(one[key]), 200) for key in SESSION if one.get(key)} for one in manifest["sessions"]]
     return {
         "name": records.folder.resolve().name,
-        "folder": place(str(records.folder.resolve())),
+        "folder": public(str(records.folder.resolve())),
         "task": [cut(told(identity["task"].get(key, "?")), 200) for key in ("name", "version")],
-        "model": cut(told((identity.get("model") or {}).get("path", "?")), 400),
+        "model": model_of(identity),
+        "brief": brief(records),
+        "target": identity["config"].get("task.target") if score else None,
+        "group_by": identity["config"].get("task.group_by"),
         "finished": records.finished,
         "rows": records.rows,
         "here": len(records),
@@ -51,6 +57,50 @@ def overview(records: Records, counts: dict[str, int], score: str | None) -> dic
         "commands": commands(manifest, records.folder),
         "notes": notes,
     }
+
+
+def model_of(identity: dict[str, Any]) -> str:
+    return cut(public(told(mapping(identity.get("model")).get("path", "?"))), 400)
+
+
+def brief(records: Records) -> list[list[str]]:
+    """[word, text] of what is asked first: the model, how it was sampled, how long it took, how fast that was. Pure."""
+    identity, config = records.identity, records.identity["config"]
+    in_force = mapping(records.manifest.get("in_force"))
+    device = mapping(in_force.get("hardware")).get("gpu") or mapping(in_force.get("engine")).get("model.device")
+    model = model_of(identity) + (f" on {cut(told(device), 100)}" if device else "")
+    found = [["Model", model], ["Sampling", cut(_sampling(config), 400)]]
+    found.append(["Seed", told(config.get("seed", mapping(identity.get("seeds")).get("run_seed", "–")))])
+    seconds = [number(one.get("seconds")) for one in records.manifest["sessions"]]
+    read, drawn = (number(records.result.get(f"{name}_tokens")) for name in ("prompt", "completion"))
+    if read is not None and drawn is not None:
+        found.append(["Tokens", f"{read:,} in, {drawn:,} out"])
+    total = None if None in seconds else sum(filter(None, seconds))
+    if total:
+        found.append(["Time", duration(total) if total < 60 else clock(total)])
+        if read is not None and drawn is not None:
+            found.append(["Speed", f"{read / total:,.0f} tokens/s in, {drawn / total:,.0f} out"])
+    return found
+
+
+def _sampling(config: dict[str, Any]) -> str:
+    """The temperature, how many tokens at most, and every parameter that is not its default. Pure."""
+    values = {key.removeprefix("sampling."): v for key, v in config.items() if key.startswith("sampling.")}
+    heat, most = values.pop("temperature", None), values.pop("max_new_tokens", None)
+    plain = SamplingConfig().as_dict()
+    changed = [f"{key} {told(value)}" for key, value in values.items() if plain.get(key, ...) != value]
+    found = ["greedy" if heat == 0 else f"temperature {told(heat)}", *changed]
+    most = config.get("task.max_new_tokens") or most
+    return ", ".join([*found, f"at most {most} new tokens"] if isinstance(most, int) else found)
+
+
+def public(text: str) -> str:
+    """A text; but an absolute path as one that tells nothing of its machine: relative if it lies below the working
+    directory, else its name."""
+    if not _PATH.fullmatch(text):
+        return text
+    here = place(text)
+    return here if here != "." and not here.startswith("/") else f"…/{os.path.basename(text.rstrip('/'))}"
 
 
 def figures(metrics: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -85,20 +135,25 @@ def flat(value: Any, prefix: str) -> list[list[str]]:
     """[key, text] of every leaf. Pure."""
     if isinstance(value, dict):
         return [pair for k, v in value.items() for pair in flat(v, f"{prefix}.{k}" if prefix else str(k))]
-    return [[cut(prefix, 200), cut(told(value), 400)]]
+    return [[cut(prefix, 200), cut(public(told(value)), 400)]]
 
 
 def commands(manifest: dict[str, Any], folder: Path) -> list[list[str]]:
     """[what for, command]. Pure."""
-    found, where = [], shlex.quote(str(folder.resolve()))
+    found, where = [], shlex.quote(public(str(folder.resolve())))
     sessions = [one for one in manifest["sessions"] if isinstance(one.get("argv"), list)]
     if sessions:
         plain = manifest["identity"]["config"].get("task.format") == "prompts"
         program = "fengine " if plain else "fengine eval "
-        found.append(["the command of the run", program + shlex.join(map(str, sessions[0]["argv"]))])
+        found.append(["the command of the run", program + shlex.join(map(_word, sessions[0]["argv"]))])
     found.append(["the same run again, into a new folder", f"fengine rerun {where}"])
     found.append(["under other schedules: are the bits the same?", f"fengine verify {where}"])
     return [[what, cut(command, 4000)] for what, command in found]
+
+
+def _word(word: Any) -> str:
+    key, mark, value = str(word).partition("=")
+    return key + mark + public(value)
 
 
 def object_in(path: Path, notes: list[str] | None = None) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import Any
 import fengine
 from fengine.errors import FengineError, StorageError
 from fengine.eval.report import facts, rows, schedule, sweep
-from fengine.eval.report.facts import cut, number, plain, script_json, size, told
+from fengine.eval.report.facts import cut, number, plain, public, script_json, size, told
 from fengine.eval.runs.compare import RowDifference, compare, edges
 from fengine.eval.runs.folder import read_object
 from fengine.eval.runs.manifest import now
@@ -123,9 +123,14 @@ def compared(a: Records, b: Records, budget: int) -> dict[str, Any]:
         "only_a_ids": [cut(one, 200) for one in found.only_a_ids[:20]],
         "only_b_ids": [cut(one, 200) for one in found.only_b_ids[:20]],
         "histogram": [[low, high, count] for (low, high), count in zip(edges(), found.histogram, strict=True)],
-        "causes": [cut(line, 600) for line in causes(a, b)[:200]],
+        "causes": [cut(_shown(line), 600) for line in causes(a, b)[:200]],
         "firsts": [_first(one, pairs.get(one.id)) for one in found.firsts],
     }
+
+
+def _shown(cause: str) -> str:
+    key, mark, values = cause.partition(": ")
+    return key + mark + " → ".join(map(public, values.split(" → ")))
 
 
 def _first(one: RowDifference, pair: list[dict[str, Any]] | None) -> dict[str, Any]:
@@ -184,17 +189,20 @@ def texts(
     files = model.get("tokenizer_files") or model.get("files") or (in_force or {}).get("model_files")
     directory = _directory(path, config.get("model.revision"))
     if directory is None:
-        return {}, f"the tokenizer of {path!r} is not on this machine, so that tokens are shown by their ids"
+        return {}, f"the tokenizer of {public(path)!r} is not on this machine, so that tokens are shown by their ids"
     try:
         if (
             isinstance(files, dict)
             and FILE in files
             and files[FILE] != hashlib.sha256((directory / FILE).read_bytes()).hexdigest()
         ):
-            return {}, f"{directory / FILE} has changed since the run, so that tokens are shown by their ids"
+            return (
+                {},
+                f"{public(str(directory / FILE))} has changed since the run, so that tokens are shown by their ids",
+            )
         tokenizer = Tokenizer.from_directory(directory)
     except (OSError, FengineError) as error:
-        return {}, f"the tokenizer of {path!r} cannot be read, so that tokens are shown by their ids: {error}"
+        return {}, f"the tokenizer of {public(path)!r} cannot be read, so that tokens are shown by their ids: {error}"
     return _pieces(tokenizer.decoding.data, ids, budget), None
 
 

@@ -2,6 +2,7 @@
 failed (it has an error), wrong or right (by its first score that says so), or scored (none does)."""
 
 import base64
+import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ CAPS = [int(4 * 1.2**i) for i in range(100)]  # tokens of an answer that are kep
 CHARS = 6  # characters of a text for each of them
 MAX_LINE = 64 << 20  # a longer line is not parsed
 ID, TOP = 200, 20  # characters of an id; likeliest tokens beside one
+_BASE64 = re.compile("(;base64,)([A-Za-z0-9+/=]{64,})")  # nobody reads
 STRANGE = (TypeError, ValueError, KeyError, IndexError, AttributeError)  # a record has parts that no run writes
 
 
@@ -181,7 +183,12 @@ def _columns(record: dict[str, Any], texts: set[str], cap: int | None) -> list[l
     """Those that tell more than id and prompts, `texts`. Pure."""
     most = None if cap is None else CHARS * cap
     columns = [(k, v) for k, v in (record.get("data") or {}).items() if v not in (record["id"], None)]
-    return [[cut(k, ID), cut(told(v), most)] for k, v in columns[:cap] if not (isinstance(v, str) and v in texts)]
+    kept = [(k, _BASE64.sub(_bytes_told, told(v))) for k, v in columns[:cap] if not (isinstance(v, str) and v in texts)]
+    return [[cut(k, ID), cut(text, most)] for k, text in kept]
+
+
+def _bytes_told(found: re.Match[str]) -> str:
+    return f"{found[1]}… ({len(found[2]) * 3 // 4:,} bytes)"
 
 
 def _answer(answer: dict[str, Any], prompts: list[Any], cap: int | None) -> dict[str, Any]:

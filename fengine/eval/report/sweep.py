@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import FengineError
-from fengine.eval.cli.view import place
-from fengine.eval.report.facts import cut, figures, number, object_in, scalar, told
+from fengine.eval.report.facts import cut, figures, number, object_in, public, scalar, told
 from fengine.eval.report.rows import RowKinds, row_kinds
 from fengine.eval.runs.index import id_key
 from fengine.eval.runs.record import METRICS
@@ -84,7 +83,7 @@ def assembled(folder: Path, points: Sequence[SweptRun], names: dict[str, str]) -
         short = ["task.name", *(key for key in short if key != "task.name")]
     shown = [_overview(point, short, names) for point in points]
     return {
-        "folder": place(str(folder.resolve())),
+        "folder": public(str(folder.resolve())),
         "keys": short,
         "points": shown,
         "folded": _folded([one for one in shown if one["problem"] is None]),
@@ -123,20 +122,34 @@ def _folded(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         name: {"task": one["task"], "values": [pair for pair in one["values"] if pair[0] != "seed"]}
         for name, one in firsts.items()
     }
+    beyond = {metric["name"] for one in points for metric in one["metrics"] if not _within(metric)}
     return [
         {"name": one.point, "folder": "", "problem": None, **kept[one.point.rpartition("  ")[0]]}
         | {"finished": one.status == "ok", "rows": one.rows, "counts": {"failed": one.failed}}
-        | {"metrics": [_over_seeds(metric) for metric in figures({"metrics": one.metrics})]}
+        | {
+            "metrics": [
+                _over_seeds(metric, metric["name"] not in beyond) for metric in figures({"metrics": one.metrics})
+            ]
+        }
         for one in over_seeds(told_of)
     ]
 
 
-def _over_seeds(metric: dict[str, Any]) -> dict[str, Any]:
-    """A mean over seeds, whose interval is its standard error's: seeds are no trials that succeed or fail. Pure."""
+def _within(metric: dict[str, Any]) -> bool:
+    """Whether its interval lies between 0 and 1. Pure."""
+    low, high = metric.get("low"), metric.get("high")
+    return low is not None and high is not None and 0 <= low and high <= 1
+
+
+def _over_seeds(metric: dict[str, Any], share: bool) -> dict[str, Any]:
+    """A mean over seeds, whose interval is its standard error's: seeds are no trials that succeed or fail. That of a
+    share ends at 0 and 1. Pure."""
     value, error = metric["value"], metric["stderr"]
     if value is None or error is None:
         return metric
-    return metric | {"low": number(value - CONFIDENT * error, 12), "high": number(value + CONFIDENT * error, 12)}
+    low, high = value - CONFIDENT * error, value + CONFIDENT * error
+    low, high = (max(low, 0.0), min(high, 1.0)) if share else (low, high)
+    return metric | {"low": number(low, 12), "high": number(high, 12)}
 
 
 def _task_name(point: SweptRun) -> str:

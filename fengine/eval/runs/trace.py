@@ -26,7 +26,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -80,7 +80,7 @@ class Trace(AbstractContextManager["Trace"]):
         if steps:
             self._meta("thread_name", "steps of the scheduler")
 
-    def row(self, index: int, row_id: str, metas: list[dict[str, Any]]) -> None:
+    def row(self, index: int, row_id: str, metas: Sequence[Mapping[str, Any]]) -> None:
         if self._file is None:
             return
         told = json.dumps(row_id)

@@ -85,7 +85,7 @@ function intervals(rows, { zero = null, width = 640, describe = "" } = {}) {
   });
   for (const t of ticks) {
     picture.append(svg("line", { x1: x(t), x2: x(t), y1: top, y2: bottom, class: "axis" }));
-    picture.append(svg("text", { x: x(t), y: bottom + 16, "text-anchor": "middle" }, fixed(t, digits)));
+    picture.append(svg("text", { x: Math.max(16, x(t)), y: bottom + 16, "text-anchor": "middle" }, fixed(t, digits)));
   }
   if (zero !== null) picture.append(svg("line", { x1: x(zero), x2: x(zero), y1: top, y2: bottom, class: "zero" }));
   rows.forEach((r, i) => {

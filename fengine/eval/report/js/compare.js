@@ -58,6 +58,7 @@ function diffSummary(data) {
     value: d.value,
     low: d.low,
     high: d.high,
+    hollow: d.low <= 0 && d.high >= 0,
     figure: `${signed(d.value)} ± ${fixed(d.stderr)}`,
     title: `${signed(d.value)}, standard error ${fixed(d.stderr)}, ${many(d.n, "row")}${d.up === null ? "" : `, ${d.up} up, ${d.down} down`}`,
   }));
@@ -93,7 +94,7 @@ function diffSummary(data) {
         el(
           "p",
           { cls: "muted small" },
-          "Over the rows that both have, with the standard error of the differences themselves; bars are 95 %.",
+          "Over the rows that both have, with the standard error of the differences themselves; bars are 95 %. A hollow dot's interval holds zero.",
         ),
         fluid((w) => intervals(metrics, { zero: 0, width: w, describe: "Differences of metrics" }), 620),
       ),

@@ -118,6 +118,7 @@ function rowView(ctx, row, extra) {
       ),
     );
   }
+  const columns = row.d.filter(([k]) => k !== ctx.target);
   const scores = Object.entries(row.sc || {}).map(([k, v]) => [
     k,
     typeof v === "boolean" ? (v ? "yes" : "no") : typeof v === "number" ? short(v) : visible(String(v)),
@@ -134,12 +135,24 @@ function rowView(ctx, row, extra) {
       row.img && el("div", { cls: "chips" }, row.img.map((src) => el("img", { src, alt: "picture of the row" }))),
       prompts,
     ),
-    row.a.length > 0 && card(null, measureBar(ctx, heats), blocks),
+    row.a.length > 0 &&
+      card(
+        null,
+        row.expected !== undefined &&
+          el(
+            "div",
+            { cls: "expected" },
+            el("h2", { style: { "margin-bottom": "6px" } }, "Expected"),
+            el("div", { cls: "prompt", tabindex: "0", "aria-label": "Expected" }, row.expected),
+          ),
+        measureBar(ctx, heats),
+        blocks,
+      ),
     el(
       "div",
       { cls: "cols" },
       scores.length > 0 && card("Scores", table(["score", { text: "value", num: true }], scores)),
-      row.d.length > 0 &&
+      columns.length > 0 &&
         card(
           "Columns of the input",
           el(
@@ -148,7 +161,7 @@ function rowView(ctx, row, extra) {
             el(
               "tbody",
               {},
-              row.d.map(([k, v]) =>
+              columns.map(([k, v]) =>
                 el("tr", {}, el("td", { cls: "key" }, k), el("td", { style: { "white-space": "pre-wrap" } }, v)),
               ),
             ),

@@ -4,7 +4,7 @@ const LINE = 56,
 
 function rowsView(run) {
   const here = run.rows_here,
-    ctx = { vocab: here.vocab, recorded: here.recorded },
+    ctx = { vocab: here.vocab, recorded: here.recorded, target: run.target },
     all = here.items;
   for (const row of all) {
     // what is looked through, and shown in the list
@@ -14,6 +14,9 @@ function rowsView(run) {
           .map((a) => a.t)
           .join(" ⏐ ")
           .slice(0, 300);
+    row.expected = run.target && (row.d || []).find(([k]) => k === run.target)?.[1];
+    if (row.sc?.picked !== undefined) row.say = String(row.sc.picked);
+    if (row.s === 1 && row.expected !== undefined) row.say = `expected \u2068${row.expected.slice(0, 100)}\u2069, got ${row.say.trim() || "nothing"}`;
     row.find =
       `${row.i}\n${row.say}\n${(row.p || []).filter((p) => typeof p === "string").join("\n")}\n${(row.a || []).map((a) => a.t).join("\n")}\n${(row.d || []).map(([, v]) => v).join("\n")}`.toLowerCase();
     row.low = Math.min(

@@ -18,13 +18,11 @@ function verdictCard(run) {
   const layouts = (Array.isArray(told.layouts) ? told.layouts : []).filter((one) => one && typeof one === "object");
   const heads = [
     "schedule",
-    "",
     ...["rows", "tokens", "logprobs", "differ"].map((text) => ({ text, num: true })),
     "verdict",
   ];
   const rows = layouts.map((one) => [
-    el("b", {}, one.layout),
-    el("span", {}, `${one.what}`, el("div", { cls: "muted small" }, one.evidence)),
+    [el("b", {}, one.layout), el("div", {}, one.what), el("div", { cls: "muted small" }, one.evidence)],
     ...[one.rows, one.tokens, one.logprobs, one.differing_logprobs].map(whole),
     one.verdict,
   ]);
@@ -65,8 +63,41 @@ function countsCard(run, onpick) {
       el("p", { cls: "muted small", style: { "margin-top": "10px" } }, `A row is right where ${run.score} is 1.`),
   );
 }
+const GROUP = /^(.+) \[(.*)\]$/s; // a metric of the rows of one value of task.group_by
+function groupCards(run) {
+  const found = new Map();
+  for (const m of run.metrics) {
+    const [, name, group] = GROUP.exec(m.name) || [];
+    if (name)
+      found.set(name, [
+        ...(found.get(name) || []),
+        {
+          ...m,
+          label: group,
+          figure: `${short(m.value)}${m.stderr === null ? "" : ` ± ${short(m.stderr)}`}`,
+          title: `${short(m.value)}, ${many(m.n, "row")}`,
+        },
+      ]);
+  }
+  return [...found].map(([name, rows]) =>
+    card(
+      `${name} by ${run.group_by || "group"}`,
+      fluid((w) => intervals(rows, { width: w, describe: `${name} of every group, with 95 % intervals` })),
+    ),
+  );
+}
+const briefCard = (run) =>
+  card(
+    null,
+    el(
+      "dl",
+      { cls: "brief" },
+      run.brief.map(([word, text]) => el("div", {}, el("dt", {}, word), el("dd", {}, text))),
+    ),
+  );
 function metricCards(run) {
-  return run.metrics.map((m) =>
+  const single = run.metrics.filter((m) => !GROUP.test(m.name));
+  return (single.length ? single : run.metrics).map((m) =>
     card(
       m.name,
       el(
@@ -173,33 +204,15 @@ function summaryView(run, onpick) {
         el("b", {}, "This run has not come to its end. "),
         "What is here are the rows that it has journaled.",
       );
-  const totals = run.totals,
-    t = [
-      ["prompt tokens", totals.prompt_tokens],
-      ["new tokens", totals.completion_tokens],
-    ].filter(([, v]) => v !== null);
+  const totals = run.totals;
   return el(
     "div",
     { cls: "stack" },
     state,
     noteList(run.notes),
-    el(
-      "div",
-      { cls: "cols" },
-      metricCards(run),
-      countsCard(run, onpick),
-      t.length > 0 &&
-        card(
-          "Tokens",
-          el(
-            "div",
-            { cls: "cols", style: { gap: "12px", "grid-template-columns": "1fr 1fr" } },
-            t.map(([name, v]) =>
-              el("div", { cls: "kpi" }, el("b", {}, whole(v)), el("span", { cls: "muted small" }, name)),
-            ),
-          ),
-        ),
-    ),
+    briefCard(run),
+    el("div", { cls: "cols even" }, metricCards(run), countsCard(run, onpick)),
+    groupCards(run),
     verdictCard(run),
     card(
       "Repeat it",

@@ -1,18 +1,32 @@
 // Several runs: their metrics with error bars, paired differences, and which rows change.
+// Points by what sets them apart among these, in few words; by their whole names where that does not tell them apart.
+function labelsOf(points) {
+  const value = (p, key) => p.values.find(([k]) => k === key)?.[1] ?? "–",
+    keys = [...new Set(points.flatMap((p) => p.values.map(([k]) => k)))],
+    apart = keys.filter((key) => new Set(points.map((p) => value(p, key))).size > 1),
+    labels = points.map((p) => apart.map((key) => `${wordOf(key, keys)}=${value(p, key)}`).join("  "));
+  return points.some((p) => p.problem) || new Set(labels).size < points.length || !apart.length ? points.map((p) => p.name) : labels;
+}
+const wordOf = (key, keys) => {
+  const last = (k) => (k === "task.name" ? "task" : k.split(".").at(-1));
+  return keys.some((other) => other !== key && last(other) === last(key)) ? key : last(key);
+};
 function sweepTable(points) {
+  const labels = labelsOf(points),
+    folded = points.every((p) => !p.folder);
   const names = [...new Set(points.flatMap((p) => p.metrics.map((m) => m.name)))];
   const heads = [
     "point",
     ...names.map((n) => ({ text: n, num: true })),
     { text: "rows", num: true },
     { text: "failed", num: true },
-    "folder",
+    folded ? { text: "seeds", num: true } : "folder",
   ];
   return wideTable(
     heads,
-    points.map((p) => [
+    points.map((p, i) => [
       [
-        p.name,
+        labels[i],
         p.problem
           ? el("div", { cls: "note bad small" }, p.problem)
           : !p.finished && el("div", { cls: "muted small" }, "not at its end"),
@@ -25,19 +39,20 @@ function sweepTable(points) {
       }),
       whole(p.rows),
       whole(p.counts.failed),
-      el("code", {}, p.folder),
+      folded ? p.name.split("  ").at(-1).split(" ")[0] : el("code", {}, p.folder),
     ]),
   );
 }
 function metricPlots(points, of) {
   const names = [...new Set(points.flatMap((p) => p.metrics.map((m) => m.name)))],
-    tasks = [...new Set(points.map((p) => p.task))];
+    tasks = [...new Set(points.map((p) => p.task))],
+    labels = labelsOf(points);
   return names.map((name) => {
     const rows = points
-      .map((p) => [p, p.metrics.find((m) => m.name === name)])
+      .map((p, i) => [p, p.metrics.find((m) => m.name === name), labels[i]])
       .filter(([, m]) => m)
-      .map(([p, m]) => ({
-        label: p.name,
+      .map(([p, m, label]) => ({
+        label,
         value: m.value,
         low: m.low,
         high: m.high,
@@ -66,7 +81,7 @@ function linePlots(points) {
       for (const p of good) {
         const m = p.metrics.find((x) => x.name === name);
         if (!m || !isNumber(m.value)) continue;
-        const label = keys.filter((k) => k !== key).map((k) => `${k.split(".").at(k === "task.name" ? 0 : -1)}=${value(p, k)}`);
+        const label = keys.filter((k) => k !== key).map((k) => `${wordOf(k, keys)}=${value(p, k)}`);
         const of = found.get(label.join("  ")) || found.set(label.join("  "), []).get(label.join("  "));
         of.push({ x: value(p, key), ...m, figure: `${short(m.value)}${m.stderr === null ? "" : ` ± ${short(m.stderr)}`}` });
       }
@@ -76,7 +91,7 @@ function linePlots(points) {
         points: at.sort((a, b) => a.x - b.x),
       }));
       return card(
-        `${name} over ${key.split(".").at(-1)}`,
+        `${name} over ${wordOf(key, keys)}`,
         series.some((s) => s.label) && el("div", { cls: "lab" }, el("span", {}, series.map((s) => keyOf(s.ink, s.label)))),
         fluid((w) =>
           lines(series, { width: w, name: key, describe: `${name} over ${key}, with bands of 95 %` }),
@@ -113,14 +128,15 @@ function deltaView(sweep) {
     box.replaceChildren(
       ...names.map((name) => {
         const those = mine.filter((d) => d.name === name).sort((x, y) => x.other - y.other);
+        const [baseline, ...labels] = labelsOf([base, ...those.map((d) => d.other)].map((i) => sweep.points[i]));
         return el(
           "div",
           {},
-          el("h3", { style: { margin: "6px 0" } }, `${name}, minus that of ${sweep.points[base].name}`),
+          el("h3", { style: { margin: "6px 0" } }, `${name}, minus that of ${baseline}`),
           fluid((w) =>
             intervals(
-              those.map((d) => ({
-                label: sweep.points[d.other].name,
+              those.map((d, i) => ({
+                label: labels[i],
                 value: d.value,
                 low: d.low,
                 high: d.high,
@@ -156,12 +172,13 @@ function gridView(sweep) {
   const grids = sweep.grid.map((grid) => {
     const rows = grid.kinds[0].length,
       same = [...Array(rows).keys()].filter((i) => grid.kinds.every((k) => k[i] === grid.kinds[0][i])).length;
-    const label = (i) => sweep.points[grid.points[i]].name,
+    const labels = labelsOf(grid.points.map((i) => sweep.points[i])),
+      label = (i) => labels[i],
       line = 20,
       room = 240;
     const { node, canvas } = surface(grid.points.length * line + 2, (pen, width) => {
       const inks = ["--failed", "--wrong", "--right", "--scored"].map(colour),
-        wide = width < 520 ? 90 : room,
+        wide = width < 520 ? 150 : room,
         cell = (width - wide) / rows;
       pen.font = "12px sans-serif";
       pen.textBaseline = "middle";
@@ -180,7 +197,7 @@ function gridView(sweep) {
       });
     });
     canvas.addEventListener("mousemove", (e) => {
-      const wide = canvas.clientWidth < 520 ? 110 : room,
+      const wide = canvas.clientWidth < 520 ? 150 : room,
         i = Math.floor((e.offsetX - wide) / ((canvas.clientWidth - wide) / rows)),
         y = Math.floor(e.offsetY / line);
       if (i >= 0 && i < rows && grid.kinds[y])
@@ -227,7 +244,7 @@ function sweepView(sweep) {
     plots.length > 0 && el("div", { cls: "stack" }, plots),
     sweep.folded.length > 0 && !plots.length && el("div", { cls: "stack" }, metricPlots(sweep.folded, "seed")),
     sweep.folded.length
-      ? card(null, el("details", {}, el("summary", {}, `All ${whole(sweep.points.length)} points`), sweepTable(sweep.points)))
+      ? card(null, el("details", {}, el("summary", {}, el("span", {}, `All ${whole(sweep.points.length)} points`)), sweepTable(sweep.points)))
       : card("Points", sweepTable(sweep.points)),
     !sweep.folded.length && el("div", { cls: "stack" }, metricPlots(sweep.points, "row")),
   );
