@@ -19,6 +19,7 @@ from fengine.core.json_text import parse_json
 from fengine.server import messages
 from fengine.server.answers import events
 from fengine.server.config import ServerConfig
+from fengine.server.docs import page as docs_page
 from fengine.server.endpoints import ENDPOINTS, Endpoint, open_api
 from fengine.server.errors import ApiError, api_error_of
 from fengine.server.gate import Access, Gate, path_of
@@ -31,10 +32,6 @@ BY_BOTH = frozenset({"/flush_cache", "/ping"})  # asked with GET or POST, as SGL
 BY_PAGES = ("origin", "sec-fetch-site")  # headers of what a web page sends, which needs no permission without a body
 LONG = 1 << 16  # bytes of a body that would hold up the other answers while it is parsed
 MODELS = "/v1/models/"  # and a name behind it, which may have slashes
-SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui"
-DOCS = f"""<!doctype html><html lang="en"><title>fengine</title><link rel="stylesheet" href="{SWAGGER}.css">
-<div id="docs"></div><script src="{SWAGGER}-bundle.js"></script>
-<script>SwaggerUIBundle({{url: "openapi.json", dom_id: "#docs"}})</script></html>"""
 Page = Callable[[Request], Awaitable[Response]]
 
 
@@ -117,7 +114,7 @@ def _pages(service: Service) -> dict[str, Page]:
         return JSONResponse(open_api("fengine", service.config.root_path))
 
     async def docs(request: Request) -> Response:
-        return HTMLResponse(DOCS)
+        return HTMLResponse(docs_page(service.config.root_path))
 
     return {MODELS: model, "/health": health, "/ping": health, "/metrics": metrics, "/openapi.json": schema,
             "/docs": docs}  # fmt: skip

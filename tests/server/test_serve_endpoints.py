@@ -929,7 +929,10 @@ def test_messages_are_chats(engine: Engine, server: Live) -> None:
 
 def test_the_schema_is_that_of_the_readers(server: Live) -> None:
     told = server.ask("GET", "/openapi.json").json
-    assert told == json.loads(json.dumps(open_api("fengine"))) and b"openapi.json" in server.ask("GET", "/docs").body
+    assert told == json.loads(json.dumps(open_api("fengine")))
+    docs = server.ask("GET", "/docs").body.decode()
+    assert "openapi.json" in docs and all(f"<code>{path}</code>" in docs for path in told["paths"])
+    assert "<script" not in docs and "//" not in docs, "the page needs nothing but this server"
     fields = told["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"][
         "properties"
     ]
