@@ -1,11 +1,8 @@
 """What is decided before anything runs: "auto" values, contradictions, the size of the pool, the device."""
 
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from fengine.config import CacheConfig, EngineConfig, Hardware, LoadFormat, Mode
 from fengine.core.owned import Folder
 from fengine.engine.build import build
 from fengine.engine.load import load
-from fengine.engine.parts import compile_count
 from fengine.errors import (
     ConfigError,
     ModelLoadError,
@@ -27,14 +23,10 @@ from fengine.errors import (
     UnsupportedArchitectureError,
     UnsupportedFeatureError,
 )
-from fengine.models.kv_pages import init_kv, row_batch
-from fengine.models.kv_state import KVState
 from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
 from fengine.worker.device import device_of, refuse_unbuilt_shape
 from fengine.worker.kv_pool import PoolSize, kv_bytes_per_token, new_pool, pool_bytes, pool_size
-from fengine.worker.loader import load_params, spec_from_config
-from fengine.worker.safetensors_file import read_config
-from fengine.worker.step import CpuRunner, ForwardFn, make_forward
+from fengine.worker.step import CpuRunner
 
 CPU = Hardware("cpu")
 SHAPE = {
@@ -157,29 +149,6 @@ def test_engine_takes_fields_or_server_args_but_not_unknown_ones() -> None:
         Engine(model_path="box", schedule_policy="longest")
 
 
-def test_a_compiled_step_tells_layers_apart_and_nothing_else(tmp_path) -> None:  # noqa: ANN001
-    """A start on CUDA tries one layer of each kind before it runs all: one compiled step serves both."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"hidden_size": 32, "num_hidden_layers": 2}))
-    spec = spec_from_config(read_config(tmp_path))
-    params = load_params(tmp_path, spec, context_length=32, load_format=LoadFormat.dummy)
-    compiled, eager = make_forward(spec, compiled=True), make_forward(spec)
-
-    def run(forward: ForwardFn, layers: int, tokens: list[int]) -> list[torch.Tensor]:
-        pages = init_kv(spec, 3, 4, torch.float32, "cpu")
-        batch = row_batch(tokens, 0, [1, 2], 4)
-        kv = KVState(pages.k_PSGK[:layers], pages.v_PSGK[:layers])
-        kv, hidden_TD = forward(params | {"layers": params["layers"][:layers]}, kv, batch)
-        return [*kv.k_PSGK, *kv.v_PSGK, hidden_TD]
-
-    counts, before = [], compile_count()
-    for layers, tokens in product((1, 2, 1), ([3, 1, 2], [5], [4, 0, 1, 2, 8])):
-        with torch.set_grad_enabled(len(tokens) > 1):  # its caller's mode while it starts, for example
-            pairs = zip(run(compiled, layers, tokens), run(eager, layers, tokens), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
-        counts.append(compile_count() - before)
-    assert counts[0] == 1 and counts[-1] == counts[1] <= 2  # the second in another mode of gradients, at most
-
-
 def test_an_engine_may_start_in_inference_mode(tmp_path) -> None:  # noqa: ANN001
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"hidden_size": 16}))
     options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_torch_compile": False}
@@ -222,29 +191,6 @@ def test_memory_that_runs_out_at_start_is_told_with_the_knobs(monkeypatch: pytes
     monkeypatch.setattr(CpuRunner, "warm_up", warm_up)
     with pytest.raises(OutOfMemoryError, match="(?s)392.00 MiB.*max_step_tokens.*max_running_requests.*mem_fraction"):
         Engine(model_path="box")
-
-
-def test_memory_that_ends_while_an_engine_is_made_is_one_error(tmp_path: Path) -> None:
-    """Wherever it ends: at the file of weights, a tensor, the pool, a thread. The child's address space is limited."""
-    code = """if True:
-        import os, resource
-        from pathlib import Path
-        from fengine import Engine
-        from fengine.errors import OutOfMemoryError
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        for free in (1, 9, 20, 40):
-            if os.fork() == 0:
-                resource.setrlimit(resource.RLIMIT_AS, (used + (free << 20),) * 2)
-                try:
-                    Engine(model_path="box", max_total_tokens=4096, enable_torch_compile=False)
-                except OutOfMemoryError as error:
-                    print(free, "max_total_tokens" in str(error), flush=True)
-                finally:
-                    os._exit(0)
-            os.wait()
-    """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert told.stdout.split("\n")[:-1] == ["1 True", "9 True", "20 True", "40 True"], told.stderr
 
 
 @pytest.mark.parametrize(("where", "embeds"), [("config", False), ("generation_config", False), ("config", True)])

@@ -7,6 +7,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -26,8 +27,8 @@ from fengine.worker.hub import resolve_model
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
           "required": ["name", "age"]}  # fmt: skip
 STORY = "Once upon a time"
-BOX: dict[str, Any] = {"model_path": "box", "enable_torch_compile": False, "max_running_requests": 8, "page_size": 8,
-                       "chunked_prefill_size": 128}  # fmt: skip
+BOX: dict[str, Any] = {"model_path": "box", "enable_torch_compile": False, "max_running_requests": 4, "page_size": 8,
+                       "chunked_prefill_size": 64, "max_total_tokens": 1024}  # fmt: skip
 SELF: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "box",
                         "speculative_num_steps": 4, "speculative_adaptive": False}  # fmt: skip
 WORK: dict[str, dict[str, Any]] = {
@@ -72,6 +73,21 @@ def own() -> Iterator[Engine]:
         yield llm
 
 
+@contextmanager
+def with_graphs(settings: dict[str, Any]) -> Iterator[Engine]:
+    """Warming up takes most of the time of these tests."""
+    with pytest.MonkeyPatch.context() as patch, Engine(**settings) as llm:
+        use_graphs(llm._parts, patch)
+        use_draft_graphs(llm._parts, patch)
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def graphed() -> Iterator[Engine]:
+    with with_graphs(BOX | SELF | {"disable_overlap_schedule": False}) as llm:
+        yield llm
+
+
 def test_no_bit_changes_and_every_guess_is_edited_as_the_draw(own: Engine, want: list[dict[str, Any]]) -> None:
     outputs = answers(own)
     for name, output, expected in zip(WORK, outputs, want, strict=True):
@@ -101,19 +117,18 @@ def test_no_bit_changes_under_other_proposers_and_schedules(
         assert [told(output) for output in answers(llm)] == [told(output) for output in want]
 
 
-def test_chains_of_guesses_as_graphs(own: Engine, want: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_of_guesses_as_graphs(graphed: Engine, want: list[dict[str, Any]]) -> None:
     """Also those of edits, captured when they come; grammars are masked guess by guess."""
-    with Engine(**BOX | SELF | {"disable_overlap_schedule": False}) as llm:
-        use_graphs(llm._parts, monkeypatch)
-        graphs = use_draft_graphs(llm._parts, monkeypatch)
-        ready: Any = dict(graphs.captured)
-        assert [told(output) for output in answers(llm)] == [told(output) for output in want]
-        for _ in range(2):
-            outputs = answers(llm, 4)
-            assert [told(output) for output in outputs] == [told(output) for output in want[:4]]
-        late: Any = graphs.captured.keys() - ready.keys()
-        assert len(ready) > 2 and any(key[2] for key in late)
-        assert sum(graph.replays for graph in graphs.captured.values()) > 3
+    speculation: Any = graphed._parts.core.stepper.scheduler.speculation
+    graphs = speculation.propose.chain.graphs
+    ready: Any = dict(graphs.captured)
+    assert [told(output) for output in answers(graphed)] == [told(output) for output in want]
+    for _ in range(2):
+        outputs = answers(graphed, 4)
+        assert [told(output) for output in outputs] == [told(output) for output in want[:4]]
+    late: Any = graphs.captured.keys() - ready.keys()
+    assert len(ready) > 2 and any(key[2] for key in late)
+    assert sum(graph.replays for graph in graphs.captured.values()) > 3
     for name, output in zip(WORK, outputs, strict=False):
         meta = output["meta_info"]
         assert 8 < meta["spec_num_correct_drafts"] >= meta["spec_num_proposed_drafts"] - 4, name  # it ends amid guesses
@@ -124,34 +139,30 @@ def eagle(folder: Path) -> dict[str, Any]:
     return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": eagle_heads.write(folder, config)}
 
 
-@pytest.mark.parametrize("tags", [["weights"], ["cuda_graph"], ["kv_cache"], None])
-def test_graphs_of_guesses_and_their_keys_go_with_what_is_released(
-    tags: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_of_guesses_and_their_keys_go_with_what_is_released(tmp_path: Path) -> None:
     """They name the target's embedding; and none is captured before its weights are back."""
     params: Any = {"max_new_tokens": 12, "temperature": 0}
-    with Engine(**BOX | SELF | eagle(tmp_path)) as llm:
-        use_graphs(llm._parts, monkeypatch)
-        use_draft_graphs(llm._parts, monkeypatch)
+    every: list[list[str] | None] = [["weights"], ["cuda_graph"], ["kv_cache"], None]
+    with with_graphs(BOX | SELF | eagle(tmp_path) | {"max_running_requests": 2}) as llm:
         model: Any = llm._parts.core.stepper.scheduler.speculation
         model, before = model.propose, llm.generate(STORY, params)["output_ids"]
-        chain, names = model.chain, [id(graph) for graph in model.chain.graphs.captured.values()]
-        kept = [weakref.ref(tensor) for tensor in chain.kv.tensors]
-        llm.release_memory_occupation(tags)
-        gone = tags is None or "kv_cache" in tags
-        assert names and not chain.graphs.captured and all(x() is None for x in kept) == gone
-        if gone:
-            llm.resume_memory_occupation(["kv_cache"])
-            assert bool(model.chain.graphs.captured) == (tags is not None)
-        if tags is None or not gone:
-            llm.resume_memory_occupation()
-        assert model.chain.graphs.captured and llm.generate(STORY, params)["output_ids"] == before
+        for tags in every:
+            chain = model.chain
+            kept = [weakref.ref(tensor) for tensor in chain.kv.tensors]
+            assert chain.graphs.captured
+            llm.release_memory_occupation(tags)
+            gone = tags is None or "kv_cache" in tags
+            assert not chain.graphs.captured and all(x() is None for x in kept) == gone, tags
+            if gone:
+                llm.resume_memory_occupation(["kv_cache"])
+                assert bool(model.chain.graphs.captured) == (tags is not None), tags
+            if tags is None or not gone:
+                llm.resume_memory_occupation()
+            assert model.chain.graphs.captured and llm.generate(STORY, params)["output_ids"] == before, tags
 
 
 @pytest.mark.parametrize("draft", ["box", "EAGLE3"])
-def test_steps_are_fed_with_guesses_that_the_host_does_not_know(
-    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_fed_with_guesses_that_the_host_does_not_know(draft: str, tmp_path: Path) -> None:
     """Of rows whose logits nobody edits, some preempted while they are verified; beside one that is edited."""
     params: Any = [{"max_new_tokens": 30, "sampling_seed": i, "temperature": 0.7 * (i % 3)} for i in range(6)]
     params[4] |= {"frequency_penalty": 0.6, "max_new_tokens": 9}
@@ -159,9 +170,7 @@ def test_steps_are_fed_with_guesses_that_the_host_does_not_know(
     with Engine(**settings) as llm:
         expected: Any = llm.generate([STORY] * 6, params, return_logprob=True)
     settings |= SELF | (eagle(tmp_path) if draft == "EAGLE3" else {})
-    with Engine(**settings) as llm:
-        use_graphs(llm._parts, monkeypatch)
-        use_draft_graphs(llm._parts, monkeypatch)
+    with with_graphs(settings) as llm:
         told, scheduler = [], llm._parts.core.stepper.scheduler
         speculation: Any = scheduler.speculation
 
@@ -186,44 +195,46 @@ def test_steps_are_fed_with_guesses_that_the_host_does_not_know(
 
 @pytest.mark.parametrize("draft", ["box", "EAGLE3"])
 def test_chains_that_go_on_before_a_step_is_read_guess_the_same(
-    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Of rows that begin and end at different steps, over page edges. The oracle begins every chain when all tokens are
     known. The draft's temperature is another, so that of a try any number is right."""
-    settings: dict[str, Any] = (
-        BOX | {"disable_overlap_schedule": False} | SELF | (eagle(tmp_path) if draft == "EAGLE3" else {})
-    )
+    settings: dict[str, Any] = BOX | SELF | {"disable_overlap_schedule": False}
     params: Any = [{"max_new_tokens": 14 + 6 * i, "sampling_seed": i, "temperature": 0.5 * (i % 3)} for i in range(4)]
     found, taken = [], Counter[bool]()
-    for ahead in (False, True):
-        with Engine(**settings) as llm:
-            use_graphs(llm._parts, monkeypatch)
-            use_draft_graphs(llm._parts, monkeypatch)
-            scheduler = llm._parts.core.stepper.scheduler
-            speculation: Any = scheduler.speculation
-            model = speculation.propose
-            sampled, run_behind = model._sampled, model.chain.run_behind
+    with ExitStack() as stack:
+        llm: Engine = (
+            stack.enter_context(with_graphs(settings | eagle(tmp_path)))
+            if draft == "EAGLE3"
+            else request.getfixturevalue("graphed")
+        )
+        scheduler = llm._parts.core.stepper.scheduler
+        speculation: Any = scheduler.speculation
+        model = speculation.propose
+        sampled, run_behind = model._sampled, model.chain.run_behind
 
-            def warmer(slots: list[int], sampled: Any = sampled) -> Any:
-                arrays = sampled(slots)
-                return arrays | {"temperature_R": arrays["temperature_R"] * 2}
+        def warmer(slots: list[int]) -> Any:
+            arrays = sampled(slots)
+            return arrays | {"temperature_R": arrays["temperature_R"] * 2}
 
-            def counted(*args: Any, run_behind: Any = run_behind) -> Any:
-                taken[False] += 1
-                guesses = run_behind(*args)
-                return lambda: (taken.update([True]), guesses())[1]
+        def counted(*args: Any) -> Any:
+            taken[False] += 1
+            guesses = run_behind(*args)
+            return lambda: (taken.update([True]), guesses())[1]
 
-            monkeypatch.setattr(model, "_sampled", warmer)
-            monkeypatch.setattr(model.chain, "run_behind", counted)
-            if not ahead:
-                off = replace(speculation, go_ahead=lambda output: None)
-                in_loop(llm._parts.core, lambda scheduler=scheduler, off=off: setattr(scheduler, "speculation", off))
+        monkeypatch.setattr(model, "_sampled", warmer)
+        monkeypatch.setattr(model.chain, "run_behind", counted)
+        for ahead in (False, True):
+            one = speculation if ahead else replace(speculation, go_ahead=lambda output: None)
+            in_loop(llm._parts.core, lambda one=one: setattr(scheduler, "speculation", one))
+            llm.flush_cache()
             outputs: Any = [llm.generate([STORY] * n, params[:n], return_logprob=True) for n in (1, 4)]
             found.append([
                 (told["output_token_logprobs"], {name: told[name] for name in told if name.startswith("spec_")})
                 for output in outputs for told in (each["meta_info"] for each in output)
             ])  # fmt: skip
             assert bool(taken) == ahead
+        monkeypatch.undo()
     assert found[0] == found[1] and taken[True] > 7
     tries = zip_longest(*(told["spec_correct_drafts_histogram"] for _, told in found[0]), fillvalue=0)
     assert draft == "EAGLE3" or list(map(any, tries)) == [True] * 5
@@ -242,16 +253,13 @@ class Ends(Watcher):
             self.llm._parts.core.requests.abort(["0"], None)
 
 
-def test_who_ends_while_its_guesses_are_in_flight_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_ends_while_its_guesses_are_in_flight_leaves_the_others_theirs(graphed: Engine) -> None:
     params: Any = [{"max_new_tokens": 24, "sampling_seed": i, "temperature": 0.5 * i} for i in range(3)]
-    rids = ["0", "1", "2"]
+    rids, stepper = ["0", "1", "2"], graphed._parts.core.stepper
     with Engine(**BOX) as llm:
         expected: Any = llm.generate([STORY] * 3, params, return_logprob=True)
-    with Engine(**BOX | SELF | {"disable_overlap_schedule": False}) as llm:
-        use_graphs(llm._parts, monkeypatch)
-        use_draft_graphs(llm._parts, monkeypatch)
-        in_loop(llm._parts.core, lambda: llm._parts.core.stepper.watch(Ends(llm)))
-        found: Any = llm.generate([STORY] * 3, params, return_logprob=True, rid=rids)
+    in_loop(graphed._parts.core, lambda: stepper.watch(Ends(graphed)))
+    found: Any = graphed.generate([STORY] * 3, params, return_logprob=True, rid=rids)
     ended, *others = [output["meta_info"] for output in found]
     assert ended["finish_reason"]["type"] == "abort" and 0 < ended["completion_tokens"] < 24
     want = [output["meta_info"]["output_token_logprobs"] for output in expected]

@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 from checksum import checksum_engine
-from test_lifecycle import run
 
 from fengine.api.engine import Engine
 from fengine.core.scheduler_output import StepOutput
@@ -167,34 +165,6 @@ def test_a_processor_that_asks_its_engine_is_answered_or_refused() -> None:
         assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})["meta_info"]
 
 
-LATE = (
-    "def late():\n"
-    "    threading.main_thread().join()  # which has begun to exit\n"
-    "    print('ended by a daemon' if threading.current_thread().daemon else 'ended', flush=True)\n"
-    "engine._parts.memory.close = late\n"
-)
-
-
-@pytest.mark.parametrize(("late", "told"), [("", "closed\n"), (LATE, "closed\nended\n")])
-def test_a_processor_may_shut_its_engine_down(late: str, told: str) -> None:
-    """The process waits for the end, which another thread brings about."""
-    done = run(
-        "import threading\n"
-        "from checksum import *\n"
-        "from fengine.errors import *\n"
-        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
-        f"engine = Engine.from_parts(checksum_parts())\n{late}"
-        "def processor(logits, params):\n"
-        "    engine.shutdown()\n"
-        "    return logits\n"
-        "try:\n"
-        "    engine.generate(input_ids=[1], sampling_params={'max_new_tokens': 9}, custom_logit_processor=processor)\n"
-        "except EngineClosedError:\n"
-        "    print('closed', flush=True)\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
-
-
 def declare_dead(engine: Engine) -> None:
     """As when a rank has died for whose words the loop waits."""
     engine._parts.core.inbox.close(EngineDeadError("rank 1 of 2 has ended"))
@@ -229,7 +199,7 @@ def test_a_processor_that_never_returns_does_not_hold_up_the_end(
         finish(engine)
 
 
-# -- engines that nobody holds, and forks ------------------------------------------------------------------------------
+# -- engines that nobody holds -----------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_is_dropped_is_collected_with_its_threads() -> None:
@@ -244,42 +214,3 @@ def test_an_engine_that_is_dropped_is_collected_with_its_threads() -> None:
             thread.join(SOON)
             assert not thread.is_alive()
         finish(other)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_in_a_forked_child_every_call_refuses() -> None:
-    done = run(
-        "import os, warnings\n"
-        "from checksum import *\n"
-        "from fengine.errors import *\n"
-        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
-        "with Engine.from_parts(checksum_parts()) as engine:\n"
-        "    session = engine.open_session(10)\n"
-        "    engine.next = engine.generate(input_ids=[1], stream=True).__next__\n"
-        "    calls = {'next': {},\n"
-        "        'generate': dict(input_ids=[1]), 'open_session': dict(capacity_of_str_len=1), 'stats': {},\n"
-        "        'close_session': dict(session_id=session), 'abort': dict(rid='a'), 'flush_cache': {},\n"
-        "        'get_load': {}, 'get_server_info': {}, 'get_model_info': {}, 'pause_generation': {},\n"
-        "        'continue_generation': {}, 'release_memory_occupation': {}, 'resume_memory_occupation': {},\n"
-        "        'start_profile': {}, 'ping': {},\n"
-        "        'stop_profile': {}, 'update_weights_from_tensor': dict(named_tensors=[]), 'begin_weight_update': {},\n"
-        "        'get_weights_by_name': dict(name='a'), 'unload_lora_adapter': dict(lora_name='a'),\n"
-        "        'destroy_weights_update_group': dict(group_name='g'), 'encode': dict(prompt=[1]),\n"
-        "    }\n"
-        "    warnings.simplefilter('ignore')  # Python 3.12 warns of forks beside threads\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        wrong = []\n"
-        "        for name, arguments in calls.items():\n"
-        "            try:\n"
-        "                getattr(engine, name)(**arguments)\n"
-        "                wrong.append(name)\n"
-        "            except EngineClosedError as error:\n"
-        "                if 'fork' not in str(error): wrong.append(name)\n"
-        "            except Exception as error:\n"
-        "                wrong.append((name, repr(error)))\n"
-        "        os.write(1, repr(wrong).encode() + b'\\n')\n"
-        "        os._exit(0)\n"
-        "    os.waitpid(child, 0)\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

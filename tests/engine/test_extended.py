@@ -296,7 +296,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "overlapped": {"cached": False, "overlap": True},
     "chunks of 7": {"cached": False, "tokens": 7, "rows": 5, "overlap": True},
     "page size 1": {"cached": False, "page_size": 1},
-    "compiled": {"cached": False, "overlap": True, "compiled": True},
     "preempted": {"cached": False, "pool": 132, "tokens": 24},
     "preempted, overlapped": {"cached": False, "pool": 132, "tokens": 24, "overlap": True},
     "cached": {},
@@ -307,17 +306,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits_do_not_depend_on_the_layout(checkpoint: Path, alone: list[Any], layout: str) -> None:
-    order = list(range(len(alone)))
-    with running(checkpoint, **LAYOUTS[layout]) as found:
+    check_layout(checkpoint, alone, **LAYOUTS[layout])
+
+
+def check_layout(checkpoint: Path, alone: list[Any], **options: Any) -> None:
+    order, cached = list(range(len(alone))), options.get("cached", True)
+    with running(checkpoint, **options) as found:
         compiles = found.stats()["compiles"]
-        for turn in range(2 if LAYOUTS[layout].get("cached", True) else 1):  # the second time the cache is warm
+        for turn in range(1 + cached):  # the second time the cache is warm
             random.Random(turn).shuffle(order)
             asks = fresh(work())
             for i, request in zip(order, run(found, [asks[i] for i in order]), strict=True):
                 compare(request, alone[i])
         assert found.stats()["compiles"] == compiles
-        assert "preempted" not in layout or found.stats()["preemptions"] > 2
-        assert not LAYOUTS[layout].get("cached", True) or found.stats()["cached_tokens"] > 50
+        assert "pool" not in options or found.stats()["preemptions"] > 2
+        assert not cached or found.stats()["cached_tokens"] > 50
 
 
 def compare(got: Any, want: Any) -> None:

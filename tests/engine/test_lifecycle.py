@@ -1,9 +1,6 @@
 """How engines end: interpreter exit, Ctrl-C, use after a fork, many in one process."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,50 +14,6 @@ from fengine.engine.request_state import RequestState
 from fengine.errors import EngineClosedError, EngineDeadError
 
 TESTS = str(Path(__file__).parents[1])
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"PYTHONPATH": TESTS},
-    )  # fmt: skip
-
-
-def test_the_interpreter_exits_with_requests_still_running() -> None:
-    done = run(
-        "from checksum import *\n"
-        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
-        "engine = Engine.from_parts(checksum_parts(pool=512))\n"
-        "stream = engine.generate(input_ids=[1], sampling_params={'max_new_tokens': 250}, stream=True)\n"
-        "next(stream)\n"
-        "print('leaving')\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
-
-
-def test_ctrl_c_aborts_the_call_and_the_engine_lives_on() -> None:
-    """The model itself sends the signal in its fifth step, so there is nothing to wait for."""
-    done = run(
-        "import os, signal\n"
-        "from checksum import *\n"
-        "def interrupting(params, spec, kv, batch):\n"
-        "    if len(params['calls']) == 8:\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return forward(params, spec, kv, batch)\n"
-        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, interrupting, unembed, lambda _: [])}\n"
-        "greedy = lambda n: {'temperature': 0, 'max_new_tokens': n}\n"
-        "with Engine.from_parts(checksum_parts(pool=2048, rows=8)) as engine:\n"
-        "    try:\n"
-        "        engine.generate(input_ids=[[i] for i in range(8)], sampling_params=greedy(250))\n"
-        "    except KeyboardInterrupt:\n"
-        "        print('interrupted')\n"
-        "    out = engine.generate(input_ids=[3, 4], sampling_params=greedy(5))['output_ids']\n"
-        "    assert out == expected([3, 4], 5), out\n"
-        "    stats = engine.stats()\n"
-        "    assert stats['running'] == stats['waiting'] == 0, stats\n"
-        "    in_loop(engine._parts.core, lambda: check_scheduler(engine._parts.core.stepper.scheduler))\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 
 
 def test_two_engines_in_one_process_are_independent() -> None:

@@ -162,21 +162,6 @@ def engine_says(engine: Engine) -> str:
     return f"{len(engine._parts.weights.places)} tensors were updated, the prefix cache is empty"
 
 
-def test_compiled_code_and_addresses_stay(two: tuple[Path, Path]) -> None:
-    with start(two[0], enable_torch_compile=True) as engine:
-        ask(engine)
-        places = engine._parts.weights.places
-        addresses = {name: place.leaf.data_ptr() for name, place in places.items()}
-        compiles = engine.stats()["compiles"]
-        assert engine.update_weights_from_disk(two[1]).success
-        assert engine.update_weights_from_tensor(tensors_of(two[1])).success
-        with start(two[1], enable_torch_compile=True) as other:
-            assert ask(engine) == ask(other)
-            compiles_of_other = other.stats()["compiles"]
-        assert engine.stats()["compiles"] - compiles_of_other == compiles
-        assert {name: place.leaf.data_ptr() for name, place in places.items()} == addresses
-
-
 def test_some_tensors_alone(shared: Engine, two: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = tensors_of(two[0]), tensors_of(two[1])
     name = "model.layers.1.self_attn.k_proj.weight"
