@@ -75,14 +75,24 @@ def answers(path: str, draft_model: str | None, **settings: Any) -> tuple[list[A
     return [(o["meta_info"]["output_token_logprobs"], o["meta_info"]["finish_reason"]) for o in found], stats
 
 
+@pytest.fixture(scope="module")
+def want(target: str) -> list[Any]:
+    return answers(target, None)[0]
+
+
 @pytest.mark.parametrize("steps", [1, 3, 7])
 @pytest.mark.parametrize("name", ["target", "near", "stranger", "broken"])
 def test_no_draft_changes_a_bit(
-    name: str, steps: int, target: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+    name: str,
+    steps: int,
+    target: str,
+    want: list[Any],
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     guesses = {"speculative_num_steps": steps}
     found, stats = answers(target, request.getfixturevalue(name), **guesses)
-    assert found == answers(target, None)[0]
+    assert found == want
     drafts, correct = stats["draft_tokens"], stats["correct_draft_tokens"]
     assert caplog.text.count("its logits are not finite") == (name == "broken")  # once, however many requests
     if name == "target":  # the same logits and the same noise: whatever the temperature, every guess is right
@@ -105,8 +115,7 @@ def test_no_draft_changes_a_bit(
     ],
     ids=["preempted", "chunked", "no cache", "overlap"],
 )
-def test_no_schedule_changes_a_bit(settings: dict[str, Any], target: str, stranger: str) -> None:
-    want = answers(target, None)[0]
+def test_no_schedule_changes_a_bit(settings: dict[str, Any], target: str, stranger: str, want: list[Any]) -> None:
     for guess in (target, stranger):
         found, stats = answers(target, guess, speculative_num_steps=4, **settings)
         assert found == want and stats["draft_tokens"] > 0
@@ -121,11 +130,15 @@ def test_no_schedule_changes_a_bit(settings: dict[str, Any], target: str, strang
     ids=["plain", "overlap", "preempted"],
 )  # fmt: skip
 def test_a_request_rests_where_its_guesses_do_not_pay(
-    settings: dict[str, Any], target: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    target: str,
+    stranger: str,
+    want: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As if a guess were cheap: a good draft guesses nearly all, a bad one hardly tries. Recordings are replayed."""
     monkeypatch.setattr(proposers, "_cost", lambda *_: Cost(0.1, 0.1, 0.25, 0.005))
-    want = answers(target, None)[0]
     tried = {}
     for guess in (target, stranger):
         record = partial(RecordedScheduler, tmp_path / "steps.jsonl")
@@ -170,11 +183,11 @@ def test_of_many_new_rows_a_few_are_tried_for_all(
 
 
 def test_a_long_prompt_is_caught_up_with_in_pieces(
-    target: str, monkeypatch: pytest.MonkeyPatch
+    target: str, want: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # the guesses are those of the whole
     monkeypatch.setattr(draft, "CATCH_UP", 5)
     found, stats = answers(target, target, speculative_num_steps=3)
-    assert found == answers(target, None)[0]
+    assert found == want
     assert stats["draft_tokens"] == stats["correct_draft_tokens"] > 100
 
 

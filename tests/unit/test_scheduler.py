@@ -273,10 +273,10 @@ def test_page_tables_grow_when_a_page_is_full() -> None:
 @pytest.mark.parametrize(("budget", "gap", "lag"), [(8192, 0, 0), (512, 0, 1), (700, 0, 0), (8192, 3, 1)])
 def test_a_shared_prefix_is_computed_once(policy: Policy, budget: int, gap: int, lag: int) -> None:
     rng = random.Random(0)
-    prefix = [rng.randrange(30000) for _ in range(2048)]
-    some = [Job(prefix + [40000 + i] * 8, 2) for i in range(512)]
-    case = Case(some, 16, 2000, 512, budget, policy, lag=lag)
-    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(512)]
+    prefix = [rng.randrange(30000) for _ in range(1024)]
+    some = [Job(prefix + [40000 + i] * 8, 2) for i in range(192)]
+    case = Case(some, 16, 2000, 192, budget, policy, lag=lag)
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(192)]
     for i, request in enumerate(requests):
         scheduler.add(request)
         for _ in range(gap if i < 100 else 0):
@@ -284,9 +284,9 @@ def test_a_shared_prefix_is_computed_once(policy: Policy, budget: int, gap: int,
             if plan is not None:
                 land(scheduler, plan)
     finish_all(scheduler, lag)
-    unique = 2048 + 512 * (8 + 2)
-    assert 2048 + 512 * 8 < scheduler.num_computed_tokens <= 1.05 * unique
-    assert sum(r.num_cached for r in requests) == scheduler.counters()["hit_tokens"] == 511 * 2048
+    unique = 1024 + 192 * (8 + 2)
+    assert 1024 + 192 * 8 < scheduler.num_computed_tokens <= 1.05 * unique
+    assert sum(r.num_cached for r in requests) == scheduler.counters()["hit_tokens"] == 191 * 1024
     assert scheduler.counters()["preemptions"] == 0
 
 
