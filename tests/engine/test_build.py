@@ -144,7 +144,7 @@ def test_head_widths_that_the_cuda_kernels_do_not_take_are_refused_there_only() 
 
 def test_engine_takes_fields_or_server_args_but_not_unknown_ones() -> None:
     with pytest.raises(TypeError, match="unknown_field"):
-        Engine(model_path="box", unknown_field=1)
+        Engine(model_path="box", unknown_field=1)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="schedule_policy must be one of fcfs, lpm"):
         Engine(model_path="box", schedule_policy="longest")
 
@@ -221,7 +221,7 @@ def test_no_compiler_is_a_configuration_error(tmp_path: Path, monkeypatch: pytes
     """As torch.compile says it; the same error tells of a damaged cache."""
 
     def warm_up(*_: object) -> None:
-        raise torch._dynamo.exc.BackendCompilerFailed(warm_up, RuntimeError("No working C++ compiler"), None)
+        raise torch._dynamo.exc.BackendCompilerFailed(warm_up, RuntimeError("No working C++ compiler"), None)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(CpuRunner, "warm_up", warm_up)
     with pytest.raises(ConfigError, match="(?s)No working C.. compiler.*apt install g.*delete"):

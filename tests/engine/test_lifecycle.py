@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from checksum import checksum_engine, expected
@@ -36,7 +37,7 @@ def test_two_engines_in_one_process_are_independent() -> None:
         assert two.generate(input_ids=[5], sampling_params={"temperature": 0, "max_new_tokens": 3})["output_ids"] == (
             expected([5], 3)
         )
-        one._parts.core.call = lambda name, attached=None: attached()
+        one._parts.core.call = lambda name, attached=None, **arguments: attached()
 
 
 def test_engines_come_and_go_without_leaving_threads() -> None:
@@ -53,7 +54,7 @@ def test_engines_come_and_go_without_leaving_threads() -> None:
 def test_the_engines_own_threads_may_shut_it_down(thread: int) -> None:
     """As happens when the garbage collector runs a finalizer there."""
     with checksum_engine() as engine:
-        core, stream = engine._parts.core, engine.generate(input_ids=[1], stream=True)
+        core, stream = engine._parts.core, cast(Any, engine.generate(input_ids=[1], stream=True))
         if thread == 0:
             core.handlers["ping"] = engine.shutdown
             core.inbox.put("ping", {})
@@ -66,7 +67,7 @@ def test_the_engines_own_threads_may_shut_it_down(thread: int) -> None:
         for own in core.threads:
             own.join(60)
             assert not own.is_alive()
-        core.call = lambda name, attached=None: attached()
+        core.call = lambda name, attached=None, **arguments: attached()
 
 
 def test_when_the_loop_dies_every_request_is_told() -> None:
@@ -91,14 +92,14 @@ def test_when_the_loop_dies_every_request_is_told() -> None:
         assert all(isinstance(state.error, EngineDeadError) for state in states)
         with pytest.raises(EngineDeadError, match="none left"):
             engine.generate(input_ids=[1])
-        core.call = lambda name, attached=None: attached()
+        core.call = lambda name, attached=None, **arguments: attached()
 
 
 def test_an_event_loop_that_was_closed_ends_its_requests() -> None:
     with checksum_engine(pool=512) as engine:
         loop = asyncio.new_event_loop()
         params = {"max_new_tokens": 250, "ignore_eos": True}
-        stream = loop.run_until_complete(engine.async_generate(input_ids=[1], sampling_params=params, stream=True))
+        stream: Any = loop.run_until_complete(engine.async_generate(input_ids=[1], sampling_params=params, stream=True))
         state = stream._collector.states[0]
         stream._collector.dirty[0] = True  # news that the loop has not delivered
         loop.close()

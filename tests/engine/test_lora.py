@@ -31,7 +31,12 @@ GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 def engine(model: Path | str, **options: Any) -> Engine:
-    base = {"page_size": 4, "max_total_tokens": 4096, "chunked_prefill_size": 64, "max_running_requests": 16}
+    base: dict[str, Any] = {
+        "page_size": 4,
+        "max_total_tokens": 4096,
+        "chunked_prefill_size": 64,
+        "max_running_requests": 16,
+    }
     eager = {"enable_torch_compile": False, "disable_cuda_graph": False}
     return Engine(model_path=str(model), skip_tokenizer_init=True, **(base | eager | options))
 
@@ -76,7 +81,7 @@ def results(outputs: Any) -> Result:
     return [(o["output_ids"], [entry[0] for entry in o["meta_info"]["output_token_logprobs"]]) for o in outputs]
 
 
-def batch(llm: Engine, requests: list[tuple[list[int], dict[str, Any], str | None]]) -> Result:
+def batch(llm: Engine, requests: Any) -> Result:
     prompts, params, names = map(list, zip(*requests, strict=True))
     return results(llm.generate(input_ids=prompts, sampling_params=params, lora_path=names, return_logprob=True))
 

@@ -155,7 +155,7 @@ def test_an_updated_engine_is_a_fresh_engine(pair: tuple[Path, Path]) -> None:
             assert ask(engine) == old
             way(engine, pair[1])
             assert ask(engine) == new  # nothing of the old weights' prefix cache is left
-            assert engine.update_weights_from_disk(pair[0], "auto") == (True, engine_says(engine))
+            assert engine.update_weights_from_disk(pair[0], "auto") == (True, engine_says(engine))  # type: ignore[arg-type]
 
 
 def engine_says(engine: Engine) -> str:
@@ -186,7 +186,7 @@ def test_weights_by_name_are_transformers_state_dict(pair: tuple[Path, Path]) ->
         for name, tensor in state.items():
             assert engine.get_weights_by_name(name, truncate_size=37) == tensor.float().tolist()[:37], name
         whole = engine.get_weights_by_name("model.layers.0.self_attn.qkv_proj.weight", 10**6)
-        parts = [state.get(f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"]
+        parts: Any = [state.get(f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"]
         assert parts[0] is None or whole == torch.cat(parts).float().tolist()
         assert len(engine.get_weights_by_name("model.embed_tokens.weight") or ()) == 100
         assert engine.get_weights_by_name("model.norm.weight", 0) == []
@@ -436,7 +436,7 @@ def test_a_file_truncated_while_it_is_read(
         return read(*arguments)
 
     monkeypatch.setattr(safetensors_file, "read_tensor", reading)
-    result = shared.update_weights_from_disk(broken)
+    result = shared.update_weights_from_disk(broken)  # type: ignore[arg-type]
     assert not result.success and "while it was read" in result.message and len(seen) >= 10
     assert ask(shared) == before
 
@@ -459,7 +459,7 @@ def test_a_copy_that_fails_is_never_computed_with(two: tuple[Path, Path], monkey
 
         def fail() -> None:
             try:
-                engine.update_weights_from_disk(two[1])
+                engine.update_weights_from_disk(two[1])  # type: ignore[arg-type]
             except RuntimeError as error:
                 errors.append(str(error))
 
@@ -472,7 +472,7 @@ def test_a_copy_that_fails_is_never_computed_with(two: tuple[Path, Path], monkey
         assert engine.update_weights_from_tensor({NORM: tensors_of(two[1])[NORM]}).success
         with pytest.raises(MemoryReleasedError, match="incomplete"):
             ask(engine)
-        assert engine.update_weights_from_disk(two[1]).success
+        assert engine.update_weights_from_disk(two[1]).success  # type: ignore[arg-type]
         assert ask(engine) == fresh(two[1])
 
 
@@ -504,7 +504,7 @@ def test_running_requests_go_on_with_the_new_weights(two: tuple[Path, Path], ove
 
         def update() -> None:
             requests.extend(state.request for state in core.requests.states.values())
-            result = engine.update_weights_from_disk(two[1], weight_version="v1")
+            result = engine.update_weights_from_disk(two[1], weight_version="v1")  # type: ignore[arg-type]
             assert result.success and "4 running requests go on" in result.message
 
         between_steps(engine, 12, update)
@@ -565,7 +565,7 @@ def test_weights_change_while_generation_is_paused(two: tuple[Path, Path], mode:
         stream = engine.generate(input_ids=prompt, sampling_params=sampling, stream=True, return_logprob=True)
         while engine.get_load()[0]["num_reqs"] == 0 or not engine._parts.core.stepper.paused:
             next(stream)  # type: ignore[call-overload]
-        assert engine.update_weights_from_disk(two[1], weight_version="v1").success
+        assert engine.update_weights_from_disk(two[1], weight_version="v1").success  # type: ignore[arg-type]
         engine.continue_generation()
         last: Any = list(stream)[-1]
         meta = last["meta_info"]
@@ -582,7 +582,7 @@ def test_running_requests_may_be_aborted(two: tuple[Path, Path]) -> None:
             input_ids=[5], sampling_params={"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}, stream=True
         )
         next(stream)  # type: ignore[call-overload]
-        assert engine.update_weights_from_disk(two[1], abort_all_requests=True).success
+        assert engine.update_weights_from_disk(two[1], abort_all_requests=True).success  # type: ignore[arg-type]
         *_, last = stream
         assert last["meta_info"]["finish_reason"]["type"] == "abort"  # type: ignore[index]
         assert ask(engine) == fresh(two[1])
@@ -630,7 +630,7 @@ def test_a_closed_engine(two: tuple[Path, Path]) -> None:
     engine.shutdown()
     assert not engine._parts.weights.places and not engine._parts.weights.params  # nothing holds the weights
     calls: list[Callable[[], Any]] = [
-        lambda: engine.update_weights_from_disk(two[1]),
+        lambda: engine.update_weights_from_disk(two[1]),  # type: ignore[arg-type]
         lambda: engine.update_weights_from_tensor({}),
         lambda: engine.update_weights_from_distributed([], [], []),
         lambda: engine.init_weights_update_group("127.0.0.1", 1, 1, 2, "g", "gloo"),

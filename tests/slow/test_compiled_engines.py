@@ -1,5 +1,6 @@
 """What torch compiles: the bits of eager steps, and no more code than there are kinds of steps."""
 
+import importlib
 import json
 import sys
 from itertools import product
@@ -9,12 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
-import test_build as build
-import test_extended as extended
-import test_lora as lora
-import test_weights as weights
-
 from fengine.config import LoadFormat
 from fengine.engine.parts import compile_count
 from fengine.models.kv_pages import init_kv, row_batch
@@ -22,6 +17,12 @@ from fengine.models.kv_state import KVState
 from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.safetensors_file import read_config
 from fengine.worker.step import ForwardFn, make_forward
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
+build: Any = importlib.import_module("test_build")
+extended: Any = importlib.import_module("test_extended")
+lora: Any = importlib.import_module("test_lora")
+weights: Any = importlib.import_module("test_weights")
 
 checkpoint, alone, two = extended.checkpoint, extended.alone, weights.two
 model, paths, llm, reference = lora.model, lora.paths, lora.llm, lora.reference
@@ -69,7 +70,7 @@ def test_bits_of_extended_steps(checkpoint: Path, alone: list[Any]) -> None:
     extended.check_layout(checkpoint, alone, cached=False, overlap=True, compiled=True)
 
 
-def test_bits_of_random_arrivals_with_adapters(model: Path, paths: dict[str, str], reference: lora.Result) -> None:
+def test_bits_of_random_arrivals_with_adapters(model: Path, paths: dict[str, str], reference: Any) -> None:
     with lora.engine(model, lora_paths=paths, enable_torch_compile=True) as llm:
         compiles = llm.stats()["compiles"]
         assert lora.arrivals(llm) == reference
