@@ -37,7 +37,7 @@ def engine(model: Path | str, **options: Any) -> Engine:
         "chunked_prefill_size": 64,
         "max_running_requests": 16,
     }
-    eager = {"enable_torch_compile": False, "disable_cuda_graph": False}
+    eager: dict[str, Any] = {"enable_torch_compile": False, "disable_cuda_graph": False}
     return Engine(model_path=str(model), skip_tokenizer_init=True, **(base | eager | options))
 
 
