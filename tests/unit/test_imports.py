@@ -10,10 +10,12 @@ ROOT = Path(__file__).resolve().parents[2] / "fengine"
 FILES = sorted(p for p in ROOT.rglob("*.py"))
 
 # Packages in order: each may import those before it, and itself.
-ORDER: list[str] = (
-    "errors compat config utils test ops models core worker engine tokenizer structured_output lora speculative "
-    "multimodal api server eval run __main__"
-).split()
+ORDER = list[str](
+    (
+        "errors compat config utils test ops models core worker engine tokenizer structured_output lora speculative "
+        "multimodal api server eval run __main__"
+    ).split()
+)
 
 
 def module_name(path: Path) -> str:
