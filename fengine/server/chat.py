@@ -17,7 +17,7 @@ from fengine.server.choices import ChoiceWriter, finite, hidden_states
 from fengine.server.errors import invalid, unsupported
 from fengine.server.openai_body import OpenAIRequest
 from fengine.server.output_parser import OutputParser, TemplateFacts, ThoughtTokens
-from fengine.server.tool_calls import Format, ToolCall, forced_schema, strict_tag
+from fengine.server.tool_calls import Format, ToolCall, forced_schema, new_call_id, strict_tag
 from fengine.tokenizer.tokenizer import Tokenizer
 
 
@@ -43,6 +43,7 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}
     arguments |= {"image_data": images} if images else {}
     writer = ChatWriter(request, arguments, tokenizer, head, ids, new_parser)
+    writer.form = facts.form
     if may_think and facts.channels is None:
         writer.thoughts = [ThoughtTokens(tokenizer, opened) for _ in writer.parsers]
     return writer
@@ -105,6 +106,7 @@ class ChatWriter(ChoiceWriter):
         super().__init__(request, arguments, tokenizer, head, [ids])
         self.chat, self.ids = request.chat_options, ids
         self.parsers = [new_parser() for _ in range(self.given["n"])]
+        self.form: Format | None = None  # of the calls that the template writes
         self.called = [0] * self.given["n"]  # calls of a choice so far
         self.thoughts: list[ThoughtTokens] = []  # of each choice, where it may think, and in no channel
         last = self.chat.messages[-1]
@@ -174,7 +176,9 @@ class ChatWriter(ChoiceWriter):
             return {}
         if self.chat.legacy:
             return {"function_call": told[0]}
-        named = [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": one} for one in told]
+        before = begun + sum(len(m.get("tool_calls") or ()) for m in self.chat.messages if m.get("role") == "assistant")
+        ids = [new_call_id(self.form, one["name"], before + i, secrets.token_hex(12)) for i, one in enumerate(told)]
+        named = [{"id": id, "type": "function", "function": one} for id, one in zip(ids, told, strict=True)]
         return {"tool_calls": [{"index": begun + i, **one} if streamed else one for i, one in enumerate(named)]}
 
     def _choice(self, index: int, output: Output, said: dict[str, Any], whole: bool) -> dict[str, Any]:

@@ -18,16 +18,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from keyword import kwlist
 from typing import Any
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.server.tool_values import decode, python_value, written_value
 
 PYTHON_TAG = "<|python_tag|>"  # which Llama may write in front of calls
+CALL_ID = "call_{unique}"
 MAX_CALLS = 16  # that a request may force at once
 COMPACT = {"whitespace_flexible": False}  # so that a model does not go on with blanks
 _NAME = re.compile(r"[\w.:-]{1,128}")
 _PYTHONIC = re.compile(r"\[?\s*[A-Za-z_][\w.]*\(")
+_KEYWORD = re.compile(  # of Python, where it names an argument; a string, which may hold anything, is passed over
+    rf"""("(?:\\.?|[^"\\])*(?:"|\Z)|'(?:\\.?|[^'\\])*(?:'|\Z))|([(,]\s*(?:{"|".join(kwlist)}))(?=\s*=)""", re.DOTALL
+)
+_NO_KEYWORD = "_no_keyword"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class ToolCall:
 class Format:
     """Calls stand between `begin` and `end`; without an end, up to the next begin or the end of the text. `marks`:
     substrings of the templates that teach it. `read`: what stands between, to calls; None: `output_parser` has a
-    function for it. `aliases`: SGLang's names."""
+    function for it. `aliases`: SGLang's names. `call_id`: what a call's id is like, so that templates take it back."""
 
     name: str
     marks: tuple[str, ...]
@@ -64,6 +70,7 @@ class Format:
     begin: str = ""
     end: str = ""
     read: Callable[[str], list[ToolCall]] | None = None
+    call_id: str = CALL_ID
 
 
 def call_of(value: Any, text: str) -> ToolCall:
@@ -120,7 +127,8 @@ def read_pythonic(body: str) -> list[ToolCall]:
     if not _PYTHONIC.match(text):
         return []
     try:
-        tree = ast.parse(text, mode="eval").body
+        named = _KEYWORD.sub(lambda found: found[1] or found[2] + _NO_KEYWORD, text)
+        tree = ast.parse(named, mode="eval").body
         found = [_python_call(one) for one in (tree.elts if isinstance(tree, ast.List) else [tree])]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall("", {}, body, f"the tool call is not written as in Python ({error}): {text!r:.200}")]
@@ -130,8 +138,8 @@ def read_pythonic(body: str) -> list[ToolCall]:
 def _python_call(node: ast.expr) -> dict[str, Any]:
     """Errors: ValueError."""
     if isinstance(node, ast.Call) and not node.args and _NAME.fullmatch(name := ast.unparse(node.func)):
-        values = {one.arg: python_value(one.value) for one in node.keywords}
-        if None not in values:
+        if all(one.arg for one in node.keywords):
+            values = {str(one.arg).removesuffix(_NO_KEYWORD): python_value(one.value) for one in node.keywords}
             return {"name": name, "arguments": values}
     raise ValueError("it is no call with named arguments")
 
@@ -149,9 +157,9 @@ def _read_marked(body: str, begin: str, gap: str, end: str) -> list[ToolCall]:
     """Calls between `begin` and `end`: a name, `gap` and the arguments; Kimi numbers its names. Pure."""
     calls = []
     for part in (piece.partition(end)[0] for piece in body.split(begin)[1:]):
-        name, _, arguments = part.removeprefix("function<｜tool▁sep｜>").partition(gap)
-        if "```json" in part:  # DeepSeek V3 and R1
-            name, _, arguments = part.removeprefix("function<｜tool▁sep｜>").partition("```json")
+        head, brace, arguments = part.removeprefix("function<｜tool▁sep｜>").partition("{")
+        name, arguments = re.split(f"{re.escape(gap)}|```json", head)[0], brace + arguments
+        if "```json" in head:  # DeepSeek V3 and R1
             arguments = arguments.rpartition("```")[0] or arguments
         name = re.sub(r"^functions\.(.*):\d+$", r"\1", name.strip())
         calls.append(call_of({"name": name, "arguments": arguments}, part))
@@ -185,10 +193,10 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
     Format("deepseek", ("<｜tool▁calls▁begin｜>",), ("deepseekv3", "deepseekv31", "deepseekv32"),
            "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _DEEPSEEK),
     Format("kimi", ("<|tool_calls_section_begin|>",), ("kimi_k2",),
-           "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _KIMI),
+           "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _KIMI, "functions.{name}:{index}"),
     Format("minimax", ("<minimax:tool_call>",), ("minimax-m2",), "<minimax:tool_call>", "</minimax:tool_call>",
            lambda body: [call for part in body.split("</invoke>")[:-1] for call in _INVOKE(part)]),
-    Format("mistral", ("[TOOL_CALLS]",), ("mistral",), "[TOOL_CALLS]", "", _read_named),
+    Format("mistral", ("[TOOL_CALLS]",), ("mistral",), "[TOOL_CALLS]", "", _read_named, "{unique:0>9.9}"),
     Format("glm", ("<tool_call>", "<arg_key>"), ("glm", "glm45", "glm47"), "<tool_call>", "</tool_call>", _GLM),
     Format("qwen_xml", ("<tool_call>", "<function="), ("qwen3_coder",), "<tool_call>", "</tool_call>", _XML),
     Format("hermes", ("tools", "<tool_call>"), ("qwen", "qwen25", "qwen3", "hermes"), "<tool_call>", "</tool_call>",
@@ -197,6 +205,12 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
     Format("pythonic", ("tools", "[func_name1("), ("pythonic",)),
     Format("llama", ("tools", '"parameters"'), ("llama3",)),
 )  # fmt: skip
+
+
+def new_call_id(form: Format | None, name: str, index: int, unique: str) -> str:
+    """The id of call number `index` of a chat, from 0: of Mistral's templates nine letters or digits, of Kimi's by the
+    function's name. `unique`: other letters or digits for each call. Pure."""
+    return (CALL_ID if form is None else form.call_id).format(name=name, index=index, unique=unique)
 
 
 def format_of(template: str | None) -> Format | None:

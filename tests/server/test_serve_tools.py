@@ -1,6 +1,7 @@
 """Tools and thinking, asked by the real openai client: the words are scripted, the way from them is the real one."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,6 +115,18 @@ def test_arguments_have_the_types_of_the_tools(client: Any, say: Any, server: Li
         parser = FunctionCallParser([Tool(Function("weather", parameters=parameters))], "glm")
         (item,) = parser.parse_non_stream(text)[1]
         assert json.loads(item.parameters) == {"city": told}
+
+
+def test_ids_of_calls_are_those_of_the_format(client: Any, say: Any, server: Live, monkeypatch: Any) -> None:
+    before = {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}]}  # fmt: skip
+    chat = {"tools": TOOLS, "tool_choice": "required"}
+    for mark, wanted in (("[TOOL_CALLS]", "[0-9a-f]{9}"), ("<|tool_calls_section_begin|>", r"functions\.now:1")):
+        facts = TemplateFacts(form=format_of(mark))
+        monkeypatch.setattr(server.service, "template_facts", lambda tools, facts=facts: facts)
+        asked = say('[{"name": "now", "arguments": {}}]') | chat | {"messages": [*CHAT, before, *CHAT]}
+        (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
+        assert re.fullmatch(wanted, call.id)
 
 
 def test_calls_are_text_where_no_tools_are_offered(client: Any, say: Any) -> None:

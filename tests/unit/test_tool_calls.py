@@ -8,7 +8,7 @@ import pytest
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.server.output_parser import Delta, OutputParser, parse_output
-from fengine.server.tool_calls import FORMATS, forced_schema, format_of, require_format
+from fengine.server.tool_calls import FORMATS, forced_schema, format_of, new_call_id, require_format
 
 BY_NAME = {form.name: form for form in FORMATS}
 PARIS, ROME = ("weather", {"city": "Paris"}), ("weather", {"city": "Rome", "days": 3})
@@ -36,6 +36,9 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
         'function<｜tool▁sep｜>weather\n```json\n{"city": "Rome", "days": 3}\n```'), "I look.", [PARIS, ROME]),
     ("deepseek", DEEPSEEK.format('weather<｜tool▁sep｜>{"city": "Paris"}',
                                  'weather<｜tool▁sep｜>{"city": "Rome", "days": 3}'), "", [PARIS, ROME]),
+    ("deepseek", DEEPSEEK.format('now<｜tool▁sep｜>{"x": "```json\\n{}\\n```"}',
+                                 'function<｜tool▁sep｜>now\n```json\n{"x": "```"}\n```'), "",
+     [("now", {"x": "```json\n{}\n```"}), ("now", {"x": "```"})]),
     ("kimi", 'I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>'
      '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>functions.weather:1<|tool_call_argument_begin|>'
      '{"city": "Rome", "days": 3}<|tool_call_end|><|tool_calls_section_end|>', "I look.", [PARIS, ROME]),
@@ -50,6 +53,8 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
     ("pythonic", '[weather(city="Paris"), weather(city=\'Rome\', days=3)]', "", [PARIS, ROME]),
     ("pythonic", '\n<|python_tag|>[a.b(x=[1, -2.5, (3,)], y={"k": None, "l": {}}, z=true, w=False, v="[b()]")]', "",
      [("a.b", {"x": [1, -2.5, [3]], "y": {"k": None, "l": {}}, "z": True, "w": False, "v": "[b()]"})]),
+    ("pythonic", """[f( from = "a", class='in=1, (is=2)', x=["(as=3", True], None=None), f(in="\\", or=")]""", "",
+     [("f", {"from": "a", "class": "in=1, (is=2)", "x": ["(as=3", True], "None": None}), ("f", {"in": '", or='})]),
     ("pythonic", "[1, 2] is a list", "[1, 2] is a list", []),
     ("pythonic", " [now()] ", "", [("now", {})]),
     ("pythonic", "now() is a call", "now() is a call", []),
@@ -163,6 +168,7 @@ BROKEN = [
     ("pythonic", "[weather(x=" + "[" * 5000),
     ("pythonic", "[weather(x=" + "-" * 20_000 + "1)]"),
     ("pythonic", "[weather(x=" + "9" * 5000 + ")]"),
+    ("pythonic", '[weather(x="' + '\\"' * 100_000),
     ("pythonic", "[weather(), (lambda: 1)()]"),
     ("pythonic", "[weather(), 3]"),
     ("lfm2", "<|tool_call_start|>nothing<|tool_call_end|>"),
@@ -205,6 +211,13 @@ def test_templates_tell_their_format() -> None:
         assert format_of(template) is None
         with pytest.raises(UnsupportedFeatureError, match="describes no tools"):
             require_format(template)
+
+
+def test_ids_of_calls_are_those_that_templates_take_back() -> None:
+    ids = {name: new_call_id(BY_NAME.get(name), "get.time", 3, "0123456789ab") for name in ("none", *BY_NAME)}
+    assert ids.pop("mistral") == "012345678" and ids.pop("kimi") == "functions.get.time:3"
+    assert new_call_id(BY_NAME["mistral"], "f", 3, "3") == "000000003"
+    assert set(ids.values()) == {"call_0123456789ab"}
 
 
 def test_a_forced_call_is_read_or_is_content() -> None:

@@ -33,7 +33,7 @@ from fengine.eval.harness.inspect_requests import (
 )
 from fengine.eval.runs.manifest import row_seed
 from fengine.server.output_parser import Delta, parse_output
-from fengine.server.tool_calls import Format, require_format
+from fengine.server.tool_calls import Format, new_call_id, require_format
 
 try:
     from inspect_ai.log._samples import sample_active
@@ -148,7 +148,8 @@ class FengineAPI(ModelAPI):
         calls_before = sum(len(m.tool_calls or []) for m in input if m.role == "assistant")
         functions = [tool["function"] for tool in tool_schemas(tools)]
         read = partial(parse_output, form=form, thinks=True, opened=opened, functions=functions)
-        choices = [self._choice(output, config, read, room < asked, calls_before) for output in outputs]
+        call_id = lambda name, i: new_call_id(form, name, calls_before + i, str(calls_before + i))  # noqa: E731
+        choices = [self._choice(output, config, read, room < asked, call_id) for output in outputs]
         written = sum(output["meta_info"]["completion_tokens"] for output in outputs)
         # Prompt tokens that were found in the prefix cache are not told apart: that would depend on the neighbours.
         usage = ModelUsage(input_tokens=len(ids), output_tokens=written, total_tokens=len(ids) + written)
@@ -207,16 +208,17 @@ class FengineAPI(ModelAPI):
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _choice(
-        self, output: dict[str, Any], config: GenerateConfig, read: Callable[[str], Delta], filled: bool, calls: int
-    ) -> ChatCompletionChoice:
-        """`filled`: the context held fewer tokens than were allowed. `calls`: tool calls made before."""
+        self, output: dict[str, Any], config: GenerateConfig, read: Callable[[str], Delta], filled: bool,
+        call_id: Callable[[str, int], str],
+    ) -> ChatCompletionChoice:  # fmt: skip
+        """`filled`: the context held fewer tokens than were allowed. `call_id`: of a name, and its place here."""
         meta = output["meta_info"]
         parsed = read(output["text"])
         thoughts, text = parsed.reasoning, parsed.content
         stop = "stop" if meta["finish_reason"]["type"] == "stop" else "model_length" if filled else "max_tokens"
         made = [
-            ToolCall(f"call_{i}", call.name or "unknown", call.arguments, parse_error=call.problem)
-            for i, call in enumerate(parsed.calls, calls)
+            ToolCall(call_id(name := call.name or "unknown", i), name, call.arguments, parse_error=call.problem)
+            for i, call in enumerate(parsed.calls)
         ]
         content = [ContentReasoning(reasoning=thoughts), ContentText(text=text)] if thoughts else text
         message = ChatMessageAssistant(
