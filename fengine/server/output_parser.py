@@ -71,7 +71,9 @@ def _blocks(form: Format, text: str, last: bool) -> tuple[str, str, list[Read]]:
 def _read_block(form: Format, body: str, end: str) -> list[ToolCall]:
     """The calls of a block; one with all of its text, if any cannot be read, or there is none. Pure."""
     assert form.read is not None, "a format with markers has a reader"
-    found = form.read(body) or [ToolCall("", {}, body, f"there is no tool call: {body.strip()!r:.200}")]
+    cut = not (end or body.rstrip().endswith(form.closes))
+    said = f"{'the tool call is cut off' if cut else 'there is no tool call'}: {body.strip()!r:.200}"
+    found = (not cut and form.read(body)) or [ToolCall("", {}, body, said)]
     problem = next((call.problem for call in found if call.problem), None)
     return found if problem is None else [ToolCall(found[0].name, {}, f"{form.begin}{body}{end}", problem)]
 

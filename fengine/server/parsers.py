@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fengine.api.io_struct import Tool
 from fengine.errors import UnsupportedFeatureError
-from fengine.server.output_parser import OutputParser
+from fengine.server.output_parser import Delta, OutputParser
 from fengine.server.tool_calls import FORMATS
 
 FORMS = {alias: form for form in FORMATS for alias in form.aliases}  # by SGLang's names
@@ -84,18 +84,17 @@ class FunctionCallParser:
         return bool(self.parse_non_stream(text)[1])
 
     def parse_non_stream(self, full_text: str) -> tuple[str, list[ToolCallItem]]:
-        """(the text beside the calls, the calls of tools that there are). Pure."""
-        found = self._new().feed(full_text, last=True)
-        return found.content, self._items(found.calls)
+        """(the text beside the calls, the calls of tools that there are). One that cannot be read is text. Pure."""
+        return self._told(self._new().feed(full_text, last=True))
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, list[ToolCallItem]]:
         """What a piece adds; a call comes as a whole, with its last piece."""
-        found = self._parser.feed(chunk_text)
-        return found.content, self._items(found.calls)
+        return self._told(self._parser.feed(chunk_text))
 
-    def _items(self, calls: Sequence[Any]) -> list[ToolCallItem]:
-        return [
+    def _told(self, found: Delta) -> tuple[str, list[ToolCallItem]]:
+        items = [
             ToolCallItem(self._names.index(call.name), call.name, json.dumps(call.arguments, ensure_ascii=False))
-            for call in calls
+            for call in found.calls
             if call.problem is None and call.name in self._names
         ]
+        return found.content + "".join(call.text for call in found.calls if call.problem), items

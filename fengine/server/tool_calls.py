@@ -62,7 +62,8 @@ class ToolCall:
 class Format:
     """Calls stand between `begin` and `end`; without an end, up to the next begin or the end of the text. `marks`:
     substrings of the templates that teach it. `read`: what stands between, to calls; None: `output_parser` has a
-    function for it. `aliases`: SGLang's names. `call_id`: what a call's id is like, so that templates take it back."""
+    function for it. `aliases`: SGLang's names. `call_id`: what a call's id is like, so that templates take it back.
+    `closes`: what calls end with at the end of the text, or they are cut off; "": those are no JSON, or no Python."""
 
     name: str
     marks: tuple[str, ...]
@@ -71,6 +72,7 @@ class Format:
     end: str = ""
     read: Callable[[str], list[ToolCall]] | None = None
     call_id: str = CALL_ID
+    closes: str = ""
 
 
 def call_of(value: Any, text: str) -> ToolCall:
@@ -171,12 +173,14 @@ def _read_pairs(
 ) -> list[ToolCall]:
     """A name between `head` and `behind`, then pairs: `key` … `value` `gap` … `end`; what stands between the last two
     is the value, but for `around`, which is layout. Pure."""
-    found = {}
-    for piece in body.split(end)[:-1]:
+    found, (*pieces, rest) = {}, body.split(end)
+    for piece in pieces:
         name, _, said = piece.partition(key)[2].partition(value)
         said = said.partition(gap)[2] if gap else said
         found[name.strip()] = said.removeprefix(around).removesuffix(around)
     name = body.strip().removeprefix(head).partition(behind)[0].strip()
+    if key in rest:
+        return [ToolCall(name, {}, body, f"an argument of {name:.80} has no end: {rest.strip()!r:.200}")]
     return [replace(call_of({"name": name, "arguments": found}, body), untyped=True)]
 
 
@@ -184,21 +188,34 @@ _GLM = partial(_read_pairs, head="", behind="<arg_key>", key="<arg_key>", value=
                end="</arg_value>")  # fmt: skip
 _INVOKE = partial(_read_pairs, head='<invoke name="', behind='">', key='<parameter name="', value='">', gap="",
                   end="</parameter>")  # fmt: skip
+
+
+def _read_invokes(body: str) -> list[ToolCall]:
+    """Calls of pairs, each up to </invoke>. Pure."""
+    *parts, rest = body.split("</invoke>")
+    calls = [call for part in parts for call in _INVOKE(part)]
+    return (
+        [*calls, ToolCall("", {}, rest, f"the tool call has no end: {rest.strip()!r:.200}")] if rest.strip() else calls
+    )
+
+
 _DEEPSEEK = partial(_read_marked, begin="<｜tool▁call▁begin｜>", gap="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>")
 _KIMI = partial(_read_marked, begin="<|tool_call_begin|>", gap="<|tool_call_argument_begin|>", end="<|tool_call_end|>")
 _XML = partial(_read_pairs, head="<function=", behind=">", key="<parameter=", value=">", gap="", end="</parameter>",
                around="\n")  # fmt: skip
 FORMATS = (  # the first whose marks all stand in a template is the one that it teaches
     Format("harmony", ("<|channel|>", "functions"), ("gpt-oss",), "<|channel|>"),
-    Format("deepseek", ("<｜tool▁calls▁begin｜>",), ("deepseekv3", "deepseekv31", "deepseekv32"),
+    Format("deepseek", ("<｜tool▁calls▁begin｜>",), ("deepseekv3", "deepseekv31"),
            "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _DEEPSEEK),
     Format("kimi", ("<|tool_calls_section_begin|>",), ("kimi_k2",),
            "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _KIMI, "functions.{name}:{index}"),
     Format("minimax", ("<minimax:tool_call>",), ("minimax-m2",), "<minimax:tool_call>", "</minimax:tool_call>",
-           lambda body: [call for part in body.split("</invoke>")[:-1] for call in _INVOKE(part)]),
+           _read_invokes, closes="</invoke>"),
     Format("mistral", ("[TOOL_CALLS]",), ("mistral",), "[TOOL_CALLS]", "", _read_named, "{unique:0>9.9}"),
-    Format("glm", ("<tool_call>", "<arg_key>"), ("glm", "glm45", "glm47"), "<tool_call>", "</tool_call>", _GLM),
-    Format("qwen_xml", ("<tool_call>", "<function="), ("qwen3_coder",), "<tool_call>", "</tool_call>", _XML),
+    Format("glm", ("<tool_call>", "<arg_key>"), ("glm", "glm45", "glm47"), "<tool_call>", "</tool_call>", _GLM,
+           closes="</tool_call>"),
+    Format("qwen_xml", ("<tool_call>", "<function="), ("qwen3_coder",), "<tool_call>", "</tool_call>", _XML,
+           closes="</function>"),
     Format("hermes", ("tools", "<tool_call>"), ("qwen", "qwen25", "qwen3", "hermes"), "<tool_call>", "</tool_call>",
            read_json),
     Format("lfm2", ("<|tool_list_start|>",), ("lfm2",), "<|tool_call_start|>", "<|tool_call_end|>", read_pythonic),

@@ -109,6 +109,11 @@ def test_calls_in_pieces_and_of_unknown_tools() -> None:
     found = [parser.parse_stream_chunk(char) for char in text]
     assert "".join(part for part, _ in found).strip() == "Wait." and sum((calls for _, calls in found), []) == [ITEM]
     assert FunctionCallParser([], "qwen25").parse_non_stream(WRITTEN["qwen25"])[1] == []
-    with pytest.raises(UnsupportedFeatureError, match="tool_call_parser='nobody' is not built"):
-        FunctionCallParser(TOOLS, "nobody")
+    cut = text[:-20]  # what cannot be read stays text, whole and in pieces
+    assert FunctionCallParser(TOOLS, "qwen25").parse_non_stream(cut) == (cut.replace(" <", "<"), [])
+    broken, parser = "<tool_call>{</tool_call>", FunctionCallParser(TOOLS, "qwen25")
+    assert "".join(parser.parse_stream_chunk(char)[0] for char in broken) == broken
+    for name in ("nobody", "deepseekv32"):
+        with pytest.raises(UnsupportedFeatureError, match=f"tool_call_parser='{name}' is not built"):
+            FunctionCallParser(TOOLS, name)
     assert set(FORMS.values()) == set(FORMATS)

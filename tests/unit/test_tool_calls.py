@@ -42,6 +42,8 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
     ("kimi", 'I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>'
      '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>functions.weather:1<|tool_call_argument_begin|>'
      '{"city": "Rome", "days": 3}<|tool_call_end|><|tool_calls_section_end|>', "I look.", [PARIS, ROME]),
+    ("qwen_xml", "<tool_call><function=now></function>\n", "", [("now", {})]),
+    ("minimax", '<minimax:tool_call><invoke name="now"></invoke>', "", [("now", {})]),
     ("minimax", '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
      '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n<parameter name="days">3</parameter>\n'
      '</invoke>\n</minimax:tool_call>', "", [PARIS, ROME]),
@@ -173,6 +175,13 @@ BROKEN = [
     ("pythonic", "[weather(), 3]"),
     ("lfm2", "<|tool_call_start|>nothing<|tool_call_end|>"),
     ("glm", "<tool_call></tool_call>"),
+    ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"),
+    ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ro</tool_call>"),
+    ("glm", "<tool_call>weat"),
+    ("qwen_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"),
+    ("qwen_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</function>\n</tool_call>"),
+    ("minimax", '<minimax:tool_call><invoke name="a"></invoke><invoke name="b"><parameter name="x">1</parameter>'),
+    ("minimax", '<minimax:tool_call><invoke name="a"></invoke><invoke name="b"></minimax:tool_call>'),
     ("qwen_xml", "<tool_call><function=</tool_call>"),
     ("harmony", "<|channel|>commentary to=functions.weather<|message|>no JSON<|call|>"),
 ]
