@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 from fengine.errors import ConfigError, StorageError
 from fengine.eval.cli import command
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended, reported
+from fengine.eval.cli.lines import say
 from fengine.eval.cli.schema import keys_of
 from fengine.eval.runs.config import EVAL, RUN
 
@@ -80,7 +81,7 @@ def _help(words: Sequence[str]) -> int:
     if not words or words[0] in COMMANDS:
         return _main([*words[:1], "--help"])
     served = import_module("fengine.eval.commands.serve").SERVE
-    print(keys_of(words[0], (RUN, EVAL, served)), flush=True)
+    say(keys_of(words[0], (RUN, EVAL, served)))
     return OK
 
 

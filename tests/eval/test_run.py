@@ -512,13 +512,21 @@ def terminal(width: int) -> Console:
     return Console(width=width, force_terminal=True, color_system=None, record=True, file=io.StringIO())
 
 
+def rendered(block: Any, width: int) -> str:
+    console = terminal(width)
+    console.print(block)
+    return console.export_text()
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_live_lines_fit_and_keep_their_height(width: int) -> None:
     console = terminal(width)
     heights = set()
     for done in (0, 5, 12):
         growing = tuple(Shown(i, "a long prompt " * 9, "words and words " * done) for i in range(1, done % 7 + 1))
-        moment = Progress(done, 12, done // 5, 7, 123, 45678.9, 1234.5, done * 99, 1200, 61.0, growing)
+        moment = Progress(
+            done, 12, done // 5, 7, 123, 45678.9, 1234.5, done * 99, 1200, 61.0, growing, 9.0, "exact_match 0.5"
+        )
         lines = console.render_lines(view.live_block(moment, width), pad=False)
         heights.add(len(lines))
         assert all(sum(s.cell_length for s in line) <= width for line in lines)
@@ -554,10 +562,11 @@ def test_the_rest_of_a_run_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None
     one = meter.Meter(lambda: dict.fromkeys(names, 0))
     assert one.progress(20, 100, ()).remaining is None
     now[0] = 120.0
-    for _ in range(10):
-        one.count([], True)
+    for i in range(10):
+        one.count([], i < 2, {} if i < 2 else {"extracted": "7", "exact_match": i > 3})
     moment = one.progress(20, 100, ())
-    assert moment.remaining == 140.0 and moment.time == "0:20, 2:20 left"
+    assert moment.remaining == 140.0 and moment.time == "0:20, 2:20 left" and moment.score == "exact_match 0.750"
+    assert "exact_match 0.750" in rendered(view.live_block(moment, 80), 80)
     assert one.progress(20, None, ()).remaining is None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, OutOfMemoryError, StorageError
 from fengine.eval.cli import compose
 from fengine.eval.cli.engines import report
+from fengine.eval.cli.lines import say
 from fengine.eval.cli.schema import Schema
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -34,7 +35,7 @@ def ended(work: Callable[[], int], program: str = "fengine") -> int:
     try:
         return work()
     except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr)
+        say(f"{program}: interrupted", stream=sys.stderr)
         return INTERRUPTED
     except FengineError as error:
         return reported(error)
@@ -55,7 +56,7 @@ def ended(work: Callable[[], int], program: str = "fengine") -> int:
 def run(usage: str, work: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """A command with arguments of its own; `--help` prints `usage` instead."""
     if "-h" in argv or "--help" in argv:
-        return ended(lambda: print(usage.strip(), flush=True) or OK)
+        return ended(lambda: say(usage.strip(), prose=True) or OK)
     return ended(lambda: work(argv))
 
 
@@ -89,14 +90,14 @@ def each(runs: Sequence[Path], work: Callable[[Path], int], recover: Callable[[]
         except FengineError as error:
             if len(runs) == 1:
                 raise
-            print(f"{one}:", file=sys.stderr)
+            say(f"{one}:", stream=sys.stderr)
             codes[one.name] = reported(error)
             recover()
         if codes[one.name] >= INTERRUPTED:
             break
     bad = [f"{name} ({code})" for name, code in codes.items() if code != OK]
     if bad and len(runs) > 1:
-        print(f"{len(bad)} of {len(runs)} runs with an exit code other than 0: {', '.join(bad)}", file=sys.stderr)
+        say(f"{len(bad)} of {len(runs)} runs with an exit code other than 0: {', '.join(bad)}", stream=sys.stderr)
     return max(codes.values(), default=OK)
 
 

@@ -30,6 +30,7 @@ import fengine
 from fengine.errors import ConfigError
 from fengine.eval.cli import guard, mistakes
 from fengine.eval.cli.guard import ConfigFiles, conf_dir
+from fengine.eval.cli.lines import say
 from fengine.eval.cli.schema import BadPoint, Point, Schema, annotated
 
 MAX_POINTS = 1000
@@ -114,7 +115,7 @@ def inspect(command: Namespace, schema: Schema) -> None:
         if command.help:
             with redirect_stdout(io.StringIO()) as text:
                 main.app_help(name, command.parser, command)
-            print(annotated(text.getvalue(), schema))
+            say(annotated(text.getvalue(), schema), prose=True)
         elif command.hydra_help:
             main.hydra_help(None, command.parser, command)
         elif command.cfg:

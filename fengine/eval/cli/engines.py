@@ -14,6 +14,7 @@ from typing import Any
 from fengine.config import EngineConfig, ModelConfig
 from fengine.core.sampling_params import SamplingParams
 from fengine.errors import ConfigError, FengineError, GrammarError, MissingExtraError
+from fengine.eval.cli.lines import say
 
 
 def open_engine(config: EngineConfig) -> Any:
@@ -149,4 +150,4 @@ def report(error: FengineError) -> None:
         traceback.print_exception(error)
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     text = re.sub(r"\S{600,}", lambda word: f"{word[0][:300]}… ({len(word[0]):,} characters)", f"{kind}{error}")
-    print(f"fengine: {text}".encode(errors="backslashreplace").decode(), file=sys.stderr)
+    say(f"fengine: {text}", stream=sys.stderr)

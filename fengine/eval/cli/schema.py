@@ -16,7 +16,6 @@ from fengine.config import EngineConfig
 from fengine.core.sampling_params import PARAMETERS
 from fengine.errors import ConfigError
 
-WIDTH = 120  # of a help text
 _FIELD = re.compile(r"^    (\w+): [^\n]*?  # ([^\n]*)$", re.MULTILINE)
 _KEY = re.compile(r"( *)(\w+):( .*)?")
 
@@ -116,7 +115,6 @@ def annotated(text: str, schema: Schema) -> str:
             path = [*path[: len(found[1]) // 2], found[2]]
             if note := notes.get(".".join(path)):
                 line = f"{line:<34}  # {note}"
-                line = line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
         lines.append(line)
     return head + mark + "\n".join(lines)
 

@@ -17,10 +17,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fengine.eval.cli.lines import clean, say
+
 STREAMED_ROWS = 6  # rows whose text is shown while it grows
 PLAIN_SECONDS = 5.0  # between two plain progress lines
-# What a terminal would obey is shown, not sent: C0 and C1 controls but tab and newline, and DEL.
-_CONTROLS = {i: f"\\x{i:02x}" for i in [*range(32), *range(127, 160)] if i not in (9, 10)}
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Progress:
     seconds: float = 0.0
     growing: tuple[Shown, ...] = ()
     remaining: float | None = None
+    score: str = ""  # of the rows so far, with its name
 
     @property
     def rows(self) -> str:
@@ -58,11 +59,6 @@ class Progress:
     @property
     def time(self) -> str:
         return clock(self.seconds) + ("" if self.remaining is None else f", {clock(self.remaining)} left")
-
-
-def clean(text: str) -> str:
-    """Text that a terminal cannot mistake for commands. Pure."""
-    return text.translate(_CONTROLS)
 
 
 def one_line(text: str) -> str:
@@ -93,14 +89,6 @@ def place(path: str) -> str:
     """A path as one would type it here: relative where it lies below the working directory."""
     here = os.path.relpath(path)
     return path if here.startswith("..") else here
-
-
-def say(*lines: str, stream: Any = None) -> None:
-    """Lines for readers; what a terminal would obey, or an encoding lacks, is shown escaped."""
-    stream = sys.stdout if stream is None else stream
-    text, encoding = "\n".join(map(clean, lines)) + "\n", getattr(stream, "encoding", None) or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    stream.flush()
 
 
 class QuietView:
@@ -156,7 +144,7 @@ class PlainView(QuietView):
         if (now := time.perf_counter()) - self.shown_at < PLAIN_SECONDS:
             return
         self.shown_at, p = now, progress
-        failed = f", {p.failed:,} failed" if p.failed else ""
+        failed = (f", {p.failed:,} failed" if p.failed else "") + (f", {p.score}" if p.score else "")
         self.note(
             f"[{p.time}] {p.rows}{failed}, running {p.running:,}, waiting {p.waiting:,}, "
             f"in {p.in_rate:,.0f} tok/s, out {p.out_rate:,.0f} tok/s, pages {p.pages_used:,}/{p.pages_total:,}"
@@ -255,11 +243,11 @@ def live_block(progress: Progress, width: int) -> RenderableType:
 
 
 def _bar(p: Progress, width: int) -> RenderableType:
-    bar = grid({"ratio": 1}, *[{"no_wrap": True}] * 3)
+    bar = grid({"ratio": 1}, *[{"no_wrap": True}] * 4)
     failed = Text(f"{p.failed:,} failed", style="red") if p.failed else Text()
     line = ProgressBar(total=p.total or None, completed=p.done, pulse=p.total is None, complete_style="cyan")
     rows = p.rows.rjust(2 * len(f"{p.total or 0:,}") + len("/ rows"))
-    bar.add_row(Padding(line, (0, 0, 0, 5)), rows, failed, Text(p.time, style="dim"))
+    bar.add_row(Padding(line, (0, 0, 0, 5)), rows, failed, p.score, Text(p.time, style="dim"))
     return bar
 
 

@@ -17,7 +17,7 @@ from fengine.config import EngineConfig
 from fengine.errors import ConfigError
 from fengine.eval.cli import command, compose
 from fengine.eval.cli.engines import EngineCache, transformers_model
-from fengine.eval.cli.view import duration
+from fengine.eval.cli.view import duration, say
 from fengine.eval.commands.inform import facts
 from fengine.eval.commands.serve import SERVE, server_module
 from fengine.eval.runs.folder import write_file
@@ -198,7 +198,7 @@ async def asked(port: int, work: Work, streams: int) -> list[float]:
 def tell(kind: str, engine: Any, work: Work, found: dict[str, list[Round]], given: dict[str, Any]) -> None:
     """A line for each engine: medians over the rounds, and their range. Errors: StorageError."""
     model = engine.config.model
-    print(f"{model.path} on {model.device}: {len(work.prompts)} requests, {len(work.prompts[0])} tokens in, "
+    say(f"{model.path} on {model.device}: {len(work.prompts)} requests, {len(work.prompts[0])} tokens in, "
           f"{work.output} out, {len(found['fengine'])} rounds")  # fmt: skip
     for name, rounds in found.items():
         speeds = sorted(one["tok_s"] for one in rounds)
@@ -206,10 +206,10 @@ def tell(kind: str, engine: Any, work: Work, found: dict[str, list[Round]], give
         told = f"{statistics.median(speeds):>10,.1f} tok/s ({speeds[0]:,.1f} to {speeds[-1]:,.1f})"
         told += f"   {duration(statistics.median(one['seconds'] for one in rounds))}"
         told += f"   first token {duration(statistics.median(first))}" if first else ""
-        print(f"{name:<14}{told}", flush=True)
+        say(f"{name:<14}{told}")
     if "transformers" in found:
         ours, theirs = (statistics.median(one["tok_s"] for one in found[name]) for name in ("fengine", "transformers"))
-        print(f"fengine draws {ours / theirs:.2f} times as many tokens a second")
+        say(f"fengine draws {ours / theirs:.2f} times as many tokens a second")
     if "out" in given:
         info = {"kind": kind, "model": str(model.path), "device": model.device}
         info |= {"work": {**given, "out": str(given["out"])}}

@@ -1,5 +1,5 @@
 """`fengine chat`: a conversation in the terminal with an engine of this process. No torch before the model is loaded.
-Exit codes: 0 ended by /exit or the end of input, 1 the engine died, 2 usage or configuration."""
+Exit codes:  0 ended by /exit or the end of input, 1 the engine died, 2 usage or configuration."""
 
 import json
 import re
@@ -29,12 +29,18 @@ Usage:  fengine chat [group=option] [key=value] ...
 
 A conversation with a model. Whole turns are kept, and nothing leaves this process.
 
-    fengine chat                                             the model in the box
-    fengine chat model=qwen3-0.6b chat.system="Be brief." sampling.temperature=0.7 seed=3
-    fengine chat model=qwen3-0.6b chat.template_kwargs='{"enable_thinking": false}'
+    fengine chat                                           the model in the box
+    fengine chat model=qwen3-0.6b chat.system="Be brief." seed=3
+    fengine chat model=qwen3-8b chat.template_kwargs='{"enable_thinking": false}'
 
-While it runs:  /reset forgets all turns   /seed N draws otherwise   /system TEXT   /undo takes the last turn back
-                /save FILE writes the turns as {"messages": ...}, as prompts=FILE reads   /exit   Ctrl-C ends an answer
+While it runs:
+
+    /reset        forgets all turns
+    /undo         takes the last turn back
+    /seed N       draws otherwise
+    /system TEXT  another system message
+    /save FILE    writes the turns as {"messages": ...}, as prompts=FILE reads
+    /exit         ends it; Ctrl-C ends an answer
 
 The bits of an answer depend on turns, settings and seed only: the same words and the same seed, the same answer.
 """
@@ -84,7 +90,7 @@ class Chat:
             try:
                 line = read().strip()
             except (EOFError, KeyboardInterrupt):
-                return
+                return self.console.print() if self.console.is_terminal else None  # the shell's prompt has its own line
             if line.startswith("/"):
                 if line == "/exit":
                     return

@@ -23,7 +23,7 @@ that both have, with their own standard errors; and what differs in what the run
   show=N    how many rows to show of those that differ (default 5)
   --json    one JSON object instead of text
 
-Exit codes: 0 the same records   1 they differ, or a file is damaged   2 usage, or a folder that is no run's
+Exit codes:  0 the same records   1 they differ, or a file is damaged   2 usage, or a folder that is no run's
 """
 KEPT = 100  # differing rows in the JSON
 

@@ -14,7 +14,7 @@ from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli.command import OK, number, parse, whole
 from fengine.eval.cli.engines import devices, model_families
 from fengine.eval.cli.guard import conf_dir
-from fengine.eval.cli.view import place
+from fengine.eval.cli.view import place, say
 from fengine.eval.report.page import page, report_data
 from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs.folder import write_file
@@ -39,7 +39,7 @@ fengine replay FILE: schedules the recorded steps of an engine again, and execut
     fengine prompts=a.jsonl scheduler.record=steps.jsonl     records them: ids as hashes, no texts
     fengine replay steps.jsonl                               every step must be the same, and read its own KV
 
-Exit codes: 0 all are, 1 one is not, 2 usage.
+Exit codes:  0 all are, 1 one is not, 2 usage.
 """
 REPORT = """
 Usage: fengine report RUN_OR_SWEEP [RUN_B] [out=FILE] [rows=1000] [megabytes=5]
@@ -53,7 +53,7 @@ their end. The likeliest tokens beside each token are there if the run recorded 
   rows=N        how many rows the file holds at most; a third each for failed, wrong and other ones (default 1000)
   megabytes=M   about how large it may be (default 5); the largest rows are cut, to the same size
 
-Exit codes: 0 written   2 usage, a folder that is no run's, or a file that cannot be written
+Exit codes:  0 written   2 usage, a folder that is no run's, or a file that cannot be written
 """
 WANTED = ("torch triton numpy tokenizers transformers safetensors huggingface-hub hydra-core llguidance starlette "
           "uvicorn lm-eval inspect-ai").split()  # fmt: skip
@@ -70,7 +70,7 @@ def env(argv: Sequence[str]) -> int:
         return OK
     for name, value in found.items():
         told = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"{name + ':':<14}{'none' if told in (None, '', []) else told}", flush=True)
+        say(f"{name + ':':<14}{'none' if told in (None, '', []) else told}")
     return OK
 
 
@@ -110,7 +110,7 @@ def models(argv: Sequence[str]) -> int:
     presets = [f"{name:<24}{path}" for name, path in presets_of().items() if word in f"{name} {path}".lower()]
     if not shown and not presets:
         raise ConfigError(f"no family or preset has {word!r:.80} in its name; fengine models shows all")
-    print("\n".join([*shown, *(["model=NAME loads:\n    " + "\n    ".join(presets)] if presets else [])]), flush=True)
+    say(*shown, *(["model=NAME loads:\n    " + "\n    ".join(presets)] if presets else []))
     return OK
 
 
@@ -125,7 +125,7 @@ def replay_steps(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         raise ConfigError(f"fengine replay takes one file, got {len(argv)} arguments; see fengine replay --help")
     requests, steps = replay(Path(argv[0]))
-    print(f"{requests:,} requests, {steps:,} steps: each is scheduled as it was, and reads its own KV")
+    say(f"{requests:,} requests, {steps:,} steps: each is scheduled as it was, and reads its own KV")
     return OK
 
 
@@ -144,7 +144,7 @@ def report(argv: Sequence[str]) -> int:
     given = words.options
     content = page(report_data(folders, most_rows=given.get("rows", 1000), megabytes=given.get("megabytes", 5.0)))
     write_file(out, content)
-    print(f"{place(str(out))}: {len(content) / 1e6:.1f} MB; open it in a browser")
+    say(f"{place(str(out))}: {len(content) / 1e6:.1f} MB; open it in a browser")
     return OK
 
 

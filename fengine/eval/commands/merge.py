@@ -16,7 +16,7 @@ import yaml
 from fengine.errors import InputFileError, ResumeMismatchError, StorageError
 from fengine.eval.cli.command import DIFFERS, OK, parse
 from fengine.eval.cli.recompose import restore
-from fengine.eval.cli.view import count, place
+from fengine.eval.cli.view import count, place, say
 from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs.config import EVAL, parse_shard
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
@@ -88,7 +88,7 @@ def work(argv: Sequence[str]) -> int:
     with RunFolder(places[0].absolute()) as folder:
         metrics = merge(folder, shards)
     rows = f"{count(metrics['rows'], 'row')}, {metrics['failed']:,} failed"
-    print(f"{place(str(places[0].absolute()))}: {rows}, of {count(len(shards), 'shard')}")
+    say(f"{place(str(places[0].absolute()))}: {rows}, of {count(len(shards), 'shard')}")
     return DIFFERS if metrics["failed"] else OK
 
 

@@ -33,7 +33,7 @@ longer those of the run, it is refused with their names; other versions, code or
                        A sweep is run again point by point, each in its own folder in DIR
   rerun.changed=true   runs although input or checkpoint have changed
 
-Exit codes: 0 the same bytes   1 other bytes, or the run could not go on   2 usage, input, or refused
+Exit codes:  0 the same bytes   1 other bytes, or the run could not go on   2 usage, input, or refused
 130 interrupted   143 terminated
 """
 DECISIVE = ("input", "model", "task")  # parts of the identity without which it is another experiment

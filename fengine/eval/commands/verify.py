@@ -58,7 +58,7 @@ Re-scoring reads prompt and answer as one prompt, whose logprobs are at temperat
 1 are compared token by token; of others the second half is drawn again behind the first half, read; answers drawn under
 penalties or min_new_tokens are left out and counted. Layouts from "warm" on run without torch.compile.
 
-Exit codes: 0 identical   1 it differs, or could not be computed   2 usage, or another checkpoint   130 interrupted
+Exit codes:  0 identical   1 it differs, or could not be computed   2 usage, or another checkpoint   130 interrupted
 """
 OPTIONS = {
     "verify.fraction": command.number(0, 1, above=True),

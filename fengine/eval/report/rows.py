@@ -16,12 +16,11 @@ from fengine.eval.runs.record import record_of
 from fengine.eval.runs.records import Records
 from fengine.eval.tasks.columns import digest_of, read_image
 from fengine.eval.tasks.drawn import png
+from fengine.eval.tasks.scoring import primary
 from fengine.multimodal.decoder import Decoder
 
 FAILED, WRONG, RIGHT, SCORED = range(4)
 KINDS = ("failed", "wrong", "right", "scored")
-# Scores that say right or wrong, the first that is there.
-PRIMARY = (*(f"{match}_match" for match in "exact prefix contains number regex json".split()), "acc", "judge")
 CAPS = [int(4 * 1.2**i) for i in range(100)]  # tokens of an answer that are kept of a row that is too large
 CHARS = 6  # characters of a text for each of them
 MAX_LINE = 64 << 20  # a longer line is not parsed
@@ -40,12 +39,6 @@ class RowKinds:
 
     def counts(self) -> dict[str, int]:
         return {name: self.kinds.count(kind) for kind, name in enumerate(KINDS)}
-
-
-def primary(scores: dict[str, Any]) -> str | None:
-    """The score that says whether a row is right. Pure."""
-    known = [name for name in PRIMARY if isinstance(scores.get(name), (bool, int, float))]
-    return next(iter([*known, *(name for name, value in scores.items() if isinstance(value, bool))]), None)
 
 
 def kind_of(record: dict[str, Any]) -> int:

@@ -27,6 +27,7 @@ from fengine.eval.runs.journal import Journal, framed
 from fengine.eval.runs.output import InOrder, answer_request, prompt_of
 from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.runs.trace import Trace
+from fengine.eval.tasks.scoring import primary
 from fengine.eval.tasks.task import BadRow, Row, Task, rows_of
 from fengine.eval.tasks.task_config import Format
 
@@ -182,7 +183,7 @@ class Loop:
                 self.job.trace.row(one.index, one.row.id, one.metas)
                 if (error := one.record.get("error")) is not None:
                     self.reasons.add(re.sub(r"^row '[^']*': ", "", f"{error['type']}: {error['message']}"))
-                self.meter.count(one.metas, error is not None)
+                self.meter.count(one.metas, error is not None, one.record.get("scores", {}))
                 self.in_order.put(one.index)
             self.in_order.advance()
 
@@ -244,11 +245,14 @@ class Meter:
         self.tokens = dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens"), 0)
         self.latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
         self.moments: deque[tuple[float, int, int]] = deque()
+        self.score = ("", 0, 0.0)  # the name of what says right or wrong, of how many rows, their sum
 
-    def count(self, metas: list[dict[str, Any]], failed: bool) -> None:
-        """One row, by the `meta_info` of its requests."""
+    def count(self, metas: list[dict[str, Any]], failed: bool, scores: dict[str, Any]) -> None:
+        """One row, by the `meta_info` of its requests and its scores."""
         self.rows += 1
         self.failed += failed
+        if (name := primary(scores)) is not None:
+            self.score = (name, self.score[1] + 1, self.score[2] + scores[name])
         for meta in () if failed else metas:
             for name in self.tokens:
                 self.tokens[name] += meta[name]
@@ -268,8 +272,10 @@ class Meter:
         enough = total is not None and self.rows >= MIN_ROWS and seconds >= RATE_SECONDS
         remaining = seconds * ((total or 0) - before - self.rows) / self.rows if enough else None
         gauges = {name: stats[name] for name in ("running", "waiting", "pages_used", "pages_total")}
+        name, scored, score = self.score
+        told = f"{name} {score / scored:.3f}" if scored else ""
         return Progress(self.rows + before, total, self.failed, seconds=seconds, growing=growing, remaining=remaining,
-                        **rates, **gauges)  # fmt: skip
+                        score=told, **rates, **gauges)  # fmt: skip
 
     def lines(self, reused: bool) -> list[tuple[str, str]]:
         """(label, figures) of what was computed, for readers."""

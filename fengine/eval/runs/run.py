@@ -3,6 +3,7 @@ run is a value: its folder says what its results depend on, and the same command
 interrupted and ends with the same bytes."""
 
 import asyncio
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -242,14 +243,17 @@ class Run:
             finish(self.folder, self.record, self.table, task)
         metrics = read_metrics(self.folder, self.record)
         assert metrics is not None
-        out = ("folder", place(str(self.folder.path)))
+        folder = place(str(self.folder.path))
+        out = [("folder", folder)]
+        if not (self.record.get("origin") or {}).get("swept"):
+            out.append(("report", f"fengine report {shlex.quote(folder)}"))
         if self.export is not None:
             self.export.write(self._entries())
-            out = ("output", place(str(self.export.path)))
+            out = [("output", place(str(self.export.path)))]
         took = f" in {duration(seconds)}" if seconds else ""
         rows = ("rows", _told(metrics["rows"], metrics["failed"]) + took)
         found = [(name, figure(metric)) for name, metric in metrics["metrics"].items()]
-        screen.figures([rows, *found, *figures, out])
+        screen.figures([rows, *found, *figures, *out])
         if not found and self.export is None and metrics["failed"] < metrics["rows"]:
             screen.note("nothing was scored: add for example task.match=exact task.target=answer")
         return (FAILED if metrics["failed"] else OK), metrics

@@ -235,9 +235,12 @@ def run_sweep(
                 screen.note(f"{several}; each loads the model in a process of its own")
                 code = _launched(command, schema, points, sweep, alone)
         except KeyboardInterrupt:
-            print(f"{schema.program}: interrupted", file=sys.stderr)
+            view.say(f"{schema.program}: interrupted", stream=sys.stderr)
             code = INTERRUPTED
-        screen.figures([*sweep.lines(), *([] if home is None else [("sweep", place(str(home / TABLE)))])])
+        figures = sweep.lines()
+        if home is not None:
+            figures += [("sweep", place(str(home / TABLE))), ("report", f"fengine report {place(str(home))}")]
+        screen.figures(figures)
         if not sweep.complete and home is not None:
             screen.note(how_to_go_on(home, schema, key="hydra.sweep.dir"))
         return max(code, USAGE) if bad else code
@@ -281,7 +284,7 @@ def _launched(
     except FengineError:
         raise
     except Exception as error:  # the launcher's: one process that was killed may take the others with it
-        print(f"fengine: {first.launcher} failed: {type(error).__name__}: {error}", file=sys.stderr)
+        view.say(f"fengine: {first.launcher} failed: {type(error).__name__}: {error}", stream=sys.stderr)
     for number, code in zip(points, codes, strict=True):
         sweep.put(number, code)
     return max(FAILED if code is None else code for code in codes)

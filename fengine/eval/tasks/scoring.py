@@ -17,6 +17,8 @@ from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval.tasks.task import Answer
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+# Scores that say right or wrong, the first that is there.
+PRIMARY = (*(f"{match}_match" for match in "exact prefix contains number regex json".split()), "acc", "judge")
 NORMAL_FORMS: dict[str, Callable[[str], str]] = {
     "strip": str.strip,  # no white space around it
     "blanks": lambda text: " ".join(text.split()),  # any run of white space is one blank; none around
@@ -25,6 +27,12 @@ NORMAL_FORMS: dict[str, Callable[[str], str]] = {
     "articles": lambda text: re.sub(r"\b(?:a|an|the)\b", " ", text),  # English; use "case" before, "blanks" after
     "nfkc": lambda text: unicodedata.normalize("NFKC", text),
 }
+
+
+def primary(scores: dict[str, Any]) -> str | None:
+    """The score that says whether a row is right. Pure."""
+    known = [name for name in PRIMARY if isinstance(scores.get(name), (bool, int, float))]
+    return next(iter([*known, *(name for name, value in scores.items() if isinstance(value, bool))]), None)
 
 
 def normal(text: str, forms: Iterable[str]) -> str:
