@@ -8,7 +8,6 @@ from fengine.ops.attention_tiles import fetch, find_tile, limits, powers, reach
 from fengine.ops.fp8_kernels import from_e4m3
 from fengine.ops.registration import begin, tl, triton, wait
 
-SHORT = tl.constexpr(512)  # keys up to which masks cost less than a loop of their own
 SUMS = tl.constexpr(32)  # sums of weights that a row has within a chunk
 
 
@@ -94,32 +93,38 @@ def attend_block(q, m, sums, acc, start, kv_len, position, last, table_ptr, k_pt
 def attend_chunk(q, low, seen, seen_by_all, first, end, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g,
                  S: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
                  CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                 CAP: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
+                 CAP: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr, SHORT: tl.constexpr):  # fmt: skip
     """(m, sum, acc) of the chunk at `low`, from scratch: blocks that every row sees whole, then the others.
 
     WINDOW: blocks that no row sees are left out; those that some row sees not from their first key on come first. Rows
-    stand at positions first .. end - 1. ONE: loads run ahead of the last blocks, too; few keys are all there.
+    stand at positions first .. end - 1. SHORT: loads run ahead of the last blocks, too; so many keys are all there, as
+    masks cost less than loops of their own.
     """
-    LAST: tl.constexpr = None if ONE else 1
+    LAST: tl.constexpr = None if SHORT else 1
+    FITS: tl.constexpr = 0 < WINDOW and WINDOW + ROWS + BLOCK <= SHORT  # what a window shows is always so short
     high = tl.minimum(low + CHUNK, seen)
     inner = low + tl.maximum(tl.minimum(high, seen_by_all) - low, 0) // BLOCK * BLOCK
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     sums = tl.zeros((ROWS, SUMS), tl.float32)
     acc = tl.zeros((ROWS, KP), tl.float32)
-    clear = low
-    if WINDOW:
-        outer = low + tl.maximum(first + 1 - WINDOW - low, 0) // BLOCK * BLOCK
-        clear = low + tl.maximum(end - WINDOW - low + BLOCK - 1, 0) // BLOCK * BLOCK
-        clear = tl.minimum(clear, tl.maximum(inner, outer))
-        clear = tl.where((high - outer <= SHORT) & ONE, outer, clear)
-        for n in tl.range(outer, clear, BLOCK, num_stages=1):
+    outer = low + tl.maximum(first + 1 - WINDOW - low, 0) // BLOCK * BLOCK if WINDOW else low
+    if FITS:
+        inner = outer
+    else:
+        clear = outer
+        if WINDOW:
+            clear = low + tl.maximum(end - WINDOW - low + BLOCK - 1, 0) // BLOCK * BLOCK
+            clear = tl.minimum(clear, tl.maximum(inner, outer))
+            clear = tl.where(high - outer <= SHORT, outer, clear)
+            for n in tl.range(outer, clear, BLOCK, num_stages=1):
+                m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g,
+                                            S, STRIDE, K, KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE,
+                                            FEW)  # fmt: skip
+            inner = tl.maximum(inner, clear)
+        inner = tl.where(high - clear <= SHORT, clear, inner)
+        for n in tl.range(clear, inner, BLOCK):
             m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g, S,
-                                        STRIDE, K, KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
-        inner = tl.maximum(inner, clear)
-    inner = tl.where((high - clear <= SHORT) & ONE, clear, inner)
-    for n in tl.range(clear, inner, BLOCK):
-        m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g, S,
-                                    STRIDE, K, KP, ROWS, BLOCK, False, CAUSAL, 0, CAP, SCALE, FEW)  # fmt: skip
+                                        STRIDE, K, KP, ROWS, BLOCK, False, CAUSAL, 0, CAP, SCALE, FEW)  # fmt: skip
     for n in tl.range(inner, high, BLOCK, num_stages=LAST):
         m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g, S,
                                     STRIDE, K, KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
@@ -168,7 +173,7 @@ def rows_kernel(
     sink_ptr, last_ptr, c, T, R, N, chunks, limit, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     S: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     AHEAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    REACH: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
+    REACH: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of 1 .. limit tokens; limit 0: every row, and zeros behind the last one.
 
@@ -199,9 +204,7 @@ def rows_kernel(
             front = kv_len - tokens + first  # position of the first token, and behind that of the last
             back = tl.minimum(kv_len, front + BQ)
             position = front + i // GP
-            begin_chunk = 0
-            if WINDOW:
-                begin_chunk = tl.maximum(front + 1 - WINDOW, 0) // CHUNK
+            begin_chunk = tl.maximum(front + 1 - WINDOW, 0) // CHUNK if WINDOW else 0
             seen, seen_by_all = limits(front, back, kv_len, CAUSAL, WINDOW)
             last = position
             if REACH:
@@ -216,7 +219,7 @@ def rows_kernel(
                     m2, sum2, acc2 = attend_chunk(q, chunk * CHUNK, seen, seen_by_all, front, back, kv_len, position,
                                                   last, table, k_ptr + g * HEAD, v_ptr + g * HEAD, c, g, S, STRIDE, K,
                                                   KP, BM, CHUNK, BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW,
-                                                  ONE)  # fmt: skip
+                                                  SHORT)  # fmt: skip
                     if SPLIT:
                         if count - begin_chunk == 1:
                             m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
@@ -254,6 +257,7 @@ def tiles_kernel(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, GP: tl.constexpr,
     BM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr,
+    SHORT: tl.constexpr,
 ):  # fmt: skip
     """BM // GP tokens of a row of more than `limit` tokens, with all query heads of one kv head; zeros behind."""
     BQ: tl.constexpr = BM // GP
@@ -276,9 +280,7 @@ def tiles_kernel(
             front = kv_len - tokens + first
             back = tl.minimum(kv_len, front + BQ)
             position = front + i // GP
-            begin_chunk = 0
-            if WINDOW:
-                begin_chunk = tl.maximum(front + 1 - WINDOW, 0) // CHUNK
+            begin_chunk = tl.maximum(front + 1 - WINDOW, 0) // CHUNK if WINDOW else 0
             seen, seen_by_all = limits(front, back, kv_len, CAUSAL, WINDOW)
             last = position
             if REACH:
@@ -289,7 +291,7 @@ def tiles_kernel(
             for low in tl.range(begin_chunk * CHUNK, seen, CHUNK):
                 m2, sum2, acc2 = attend_chunk(q, low, seen, seen_by_all, front, back, kv_len, position, last, table,
                                               k_ptr + g * HEAD, v_ptr + g * HEAD, c, g, S, STRIDE, K, KP, BM, CHUNK,
-                                              BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW, False)  # fmt: skip
+                                              BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW, SHORT)  # fmt: skip
                 m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
             store_rows(m, sum, acc, sink_ptr, head, o_ptr, line, mask, c, K, KP, SINKS)
         else:

@@ -2,6 +2,7 @@
 
 import math
 from functools import cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class Rows(NamedTuple):
     stages: int
     splits: int  # programs that share the chunks of a tile; 1 merges in registers
     ahead: int = 0  # blocks in shared memory of the kernel for FP8 on Hopper; 0: Triton's kernel
-    one: bool = False  # whether loads run ahead of the last blocks
+    short: int = 0  # keys up to which one loop attends to all; 0: edges have loops without loads ahead
     at_once: int = 0  # blocks that attention_few_hopper.py attends at once; 0: another kernel
     parts: int = 1  # programs there that share the columns of the values
 
@@ -59,6 +60,7 @@ class Tiles(NamedTuple):
     tile: int
     warps: int
     stages: int
+    short: int = 0  # as of Rows
 
 
 class Schedule(NamedTuple):
@@ -79,10 +81,8 @@ def padded_heads(q_THK: Tensor, k_PSGK: Tensor) -> int:
 
 def stages_for(q_THK: Tensor, tile: int, stages: int) -> int:
     """At most `stages`, as many as shared memory holds: loads run ahead half as far. Pure."""
-    if q_THK.dtype == torch.float32:
-        return 1
-    if not q_THK.is_cuda:
-        return stages
+    if q_THK.dtype == torch.float32 or not q_THK.is_cuda:
+        return 1 if q_THK.dtype == torch.float32 else stages
     line = triton.next_power_of_2(q_THK.shape[2]) * q_THK.element_size()
     room = shared_memory(q_THK.device.index) - tile * line - 4096
     return max(1, min(stages, 2 * (room // (2 * block_of(q_THK.shape[2]) * line)) - 1))
@@ -100,6 +100,16 @@ def hopper_tiles(q_THK: Tensor, k_PSGK: Tensor, keys: int, bounds: Bounds) -> li
     if bounds == CAUSAL and attention_hopper.usable(q_THK, k_PSGK):
         return [HOPPER]
     return [WHOLE_HOPPER] if bounds == WHOLE and keys >= 512 and attention_whole_hopper.usable(q_THK, k_PSGK) else []
+
+
+def plain_tiles(q_THK: Tensor, k_PSGK: Tensor, bounds: Bounds) -> Tiles:
+    """How `tiles_kernel` is fastest on an H200. The sums of wide heads want the registers of eight warps. Pure."""
+    exact, wide, line = q_THK.dtype == torch.float32, q_THK.shape[2] > 128, 2 * triton.next_power_of_2(q_THK.shape[2])
+    wide &= not exact and (not q_THK.is_cuda or shared_memory(q_THK.device.index) >= (128 + 2 * 64) * line)
+    tile = max(16 if exact else 128 if wide else 64, padded_heads(q_THK, k_PSGK))
+    short = bounds.window + tile + block_of(q_THK.shape[2]) if 0 < bounds.window <= CHUNK else 0
+    stages = (3 if wide else 2) if short else (2 if wide else 5)
+    return Tiles(False, tile, 8 if wide else 4, stages_for(q_THK, tile, stages), short)
 
 
 def at_once(q_THK: Tensor, k_PSGK: Tensor, rows: int, splits: int, bounds: Bounds) -> list[Rows]:
@@ -121,7 +131,7 @@ def schedules(
     splits = chunks if splits >= 0.9 * chunks else splits  # nobody takes two chunks while others take one
     few = alone._replace(warps=4, splits=splits)  # ragged rows end 2 % earlier than with 2 warps
     if rows * groups <= 2 * processors and q_THK.element_size() == 2:  # there is nobody else to run
-        few = few._replace(one=True)
+        few = few._replace(short=512)
     if rows * groups >= 4 * processors and q_THK.element_size() == 2:  # small programs, which hide each other's waits
         few = alone._replace(warps=2, stages=stages_for(q_THK, alone.tile, 2))
     taken = [*at_once(q_THK, k_PSGK, rows, splits, bounds), few, alone]
@@ -129,8 +139,7 @@ def schedules(
         taken.insert(0, Rows(alone.tile, 4, 0, min(chunks, max(1, 4 * processors // (rows * groups))), 2))
     if tokens <= rows:
         return [Schedule(r, None) for r in taken]
-    tile = max(16 if q_THK.dtype == torch.float32 else 64, padded_heads(q_THK, k_PSGK))
-    many = [*hopper_tiles(q_THK, k_PSGK, keys, bounds), Tiles(False, tile, 4, stages_for(q_THK, tile, 5))]
+    many = [*hopper_tiles(q_THK, k_PSGK, keys, bounds), plain_tiles(q_THK, k_PSGK, bounds)]
     return [Schedule(r, t) for t in many for r in dict.fromkeys(taken)] + [Schedule(alone, None)]
 
 
@@ -168,11 +177,9 @@ class Paged(NamedTuple):
 def run(call: Paged, scale: float, s: Schedule, bounds: Bounds = CAUSAL) -> Tensor:
     """Runs the kernels under `s`. A split that would take too much workspace is not made."""
     o_THK = torch.empty_like(call.q_THK)
-    per_tile = s.rows.tile // padded_heads(call.q_THK, call.k_PSGK)
-    limit = 0 if s.tiles is None else per_tile
+    limit = 0 if s.tiles is None else s.rows.tile // padded_heads(call.q_THK, call.k_PSGK)
     c = (1.0 if bounds.cap else scale) * math.log2(math.e)
-    few = call.k_PSGK.shape[2] * kv_fp8.is_few(call.k_PSGK)
-    bound = (*bounds, scale if bounds.cap else 0.0, few)
+    bound = (*bounds, scale if bounds.cap else 0.0, call.k_PSGK.shape[2] * kv_fp8.is_few(call.k_PSGK))
     _run_rows(call, o_THK, s.rows, c, limit, bound)
     if s.tiles is not None and s.tiles.hopper:
         block, kernel = block_of(o_THK.shape[2]), attention_hopper if bounds.causal else attention_whole_hopper
@@ -213,7 +220,7 @@ def _run_rows(call: Paged, o_THK: Tensor, s: Rows, c: float, limit: int, bound: 
         return
     launcher(rows_kernel, (groups, rows, splits))(
         *call[:6], o_THK, *parts, arrived, *call[6:], c, tokens, rows, table_width, chunks, limit,
-        *_shape(call, s.tile), splits > 1, MERGE_AHEAD, *bound, s.one, num_warps=s.warps, num_stages=s.stages,
+        *_shape(call, s.tile), splits > 1, MERGE_AHEAD, *bound, s.short, num_warps=s.warps, num_stages=s.stages,
         **dependent_launch(q_THK.device.index, trigger),
     )  # fmt: skip
 
@@ -224,7 +231,7 @@ def _run_tiles(call: Paged, o_THK: Tensor, s: Tiles, c: float, limit: int, bound
     per_tile, groups = s.tile // padded_heads(call.q_THK, call.k_PSGK), call.k_PSGK.shape[2]
     launcher(tiles_kernel, (tokens // per_tile + min(rows, tokens // (limit + 1)) + 1, groups))(
         *call[:6], o_THK, *call[6:], c, tokens, rows, table_width, limit, *_shape(call, s.tile), *bound,
-        num_warps=s.warps, num_stages=s.stages,
+        s.short, num_warps=s.warps, num_stages=s.stages,
     )  # fmt: skip
 
 
@@ -250,8 +257,8 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=q_THK.device, generator=generator).to(q_THK.dtype)
 
-    shape = (sum(pages) + 1, *k_PSGK.shape[1:3], width)
-    q, k, v = random(sum(tokens) + 3, *q_THK.shape[1:]), *(random(*shape) for _ in "kv")
+    q, shape = random(sum(tokens) + 3, *q_THK.shape[1:]), (sum(pages) + 1, *k_PSGK.shape[1:3], width)
+    k, v = random(*shape), random(*shape)
     k[0] = v[0] = math.nan
     order = torch.randperm(sum(pages), device=q.device, generator=generator).int() + 1
     table = torch.zeros(len(lengths), max(pages) + 1, dtype=torch.int32, device=q.device)
@@ -260,10 +267,8 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
         last = lengths[r] - (len(own) - 1) * size
         k[own[-1], last:] = v[own[-1], last:] = math.nan
     k, v = (kv_fp8.stored_as(k_PSGK, x) for x in (k, v))
-    start = torch.tensor([0, *tokens], device=q.device).cumsum(0).int()
-    kv_len = torch.tensor(lengths, device=q.device).int()
-    sinks = random(q.shape[1]) if bounds.sinks else None
-    last = None
+    start, kv_len = (torch.tensor(x, device=q.device).int() for x in ([0, *accumulate(tokens)], lengths))
+    sinks, last = random(q.shape[1]) if bounds.sinks else None, None
     if bounds.reach:  # the first half of a row's tokens see each other
         ends = [n - t + max(t // 2 - 1, at) for n, t in zip(lengths, tokens, strict=True) for at in range(t)]
         last = torch.tensor([*ends, 0, 0, 0], device=q.device).int()
@@ -271,9 +276,8 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
     k, v = (kv_fp8.values(x).to(q.dtype) for x in (k, v))  # where pages hold codes, what these stand for
     run_as = partial(run, call, width**-0.5, bounds=bounds)
     want = run(call._replace(k_PSGK=k, v_PSGK=v), width**-0.5, reference_schedule(q, k), bounds)
-    if not want.isfinite().all() or not same_bits(want, lambda: run_as(s), True):
-        return False
-    return torch.equal(want, run_as(s))  # again: the counters are back at zero
+    same = bool(want.isfinite().all()) and same_bits(want, lambda: run_as(s), True)
+    return same and torch.equal(want, run_as(s))  # again: the counters are back at zero
 
 
 def launch(

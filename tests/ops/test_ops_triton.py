@@ -250,7 +250,7 @@ def test_attention(dtype: torch.dtype, heads: int, groups: int, width: int, size
     for lengths, tokens, rows, tiles in (
         ([70, 5, 130, 1], [30, 5, 1, 1], attention_launch.Rows(16, 4, 1, 1), None),
         ([270, 40, 5], [2, 40, 5], attention_launch.Rows(16, 4, 1, 2), attention_launch.Tiles(False, 32, 4, 1)),
-        ([300, 33], [1, 1], attention_launch.Rows(16, 4, 1, 2, one=True), None),
+        ([300, 33], [1, 1], attention_launch.Rows(16, 4, 1, 2, short=512), None),
         ([300, 129], [20, 3], attention_launch.Rows(32, 4, 1, 3), None),
     ):
         args = put(paged_case(lengths, tokens, heads, groups, width, size, padding=2), dtype)
@@ -304,7 +304,7 @@ def test_attention_of_whole_rows_on_hopper(width: int):
 def test_bounded_attention(dtype: torch.dtype, bounds: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
     """A window, a cap, sinks, both ways, a last key of each token; rows of few and of many tokens; bits alike."""
     monkeypatch.setattr(attention_launch, "CHUNK", 128)
-    rows, one = attention_launch.Rows(16, 4, 1, 2), attention_launch.Rows(16, 4, 1, 1, one=True)
+    rows, one = attention_launch.Rows(16, 4, 1, 2), attention_launch.Rows(16, 4, 1, 1, short=512)
     for lengths, tokens, tiles in (
         ([270, 40], [20, 9], attention_launch.Tiles(False, 32, 4, 1)),
         ([300, 33], [1, 1], None),
