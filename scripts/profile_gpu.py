@@ -33,11 +33,10 @@ WINDOW = {"latency_b1": 0.25, "latency_b32": 0.25, "throughput_mixed": 2.0}  # s
 OPS = (  # the first that matches a kernel's name
     ("compiled glue", r"^triton_"),
     ("draw", r"^(block|level|candidate|row|gather)_kernel"),
-    ("linear, ours", r"^(linear|hopper)_kernel"),
+    ("linear, ours", r"^(linear|narrow|hopper)_kernel"),
     ("linear, few bits", r"^(decode|product|few_bits|eights|unpack|w8a8|w8a8_hopper|quantize)_kernel"),
     ("exchange between ranks", r"nccl|^(exchange|ready|arrived)_kernel|PtoP"),
     ("linear, cuBLAS", r"nvjet|cublas|gemm|gemv|cutlass|splitk|xmma"),
-    ("q, k, v with rope and KV write", r"^qkv_kernel"),
     ("attention, few tokens a row", r"^(rows|few)_kernel"),
     ("attention, many", r"^(tiles|table|persistent|whole|window)_kernel"),
     ("rope and KV write", r"rope|kv_write"),

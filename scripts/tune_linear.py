@@ -1,4 +1,4 @@
-"""Which schedules of ops/linear_launch.py are fastest on this GPU for a rank's few outputs.
+"""Which ways to cut products of few rows (ops/linear_few_hopper.py) are fastest on this GPU.
 
     python scripts/tune_linear.py [--budget 35] [--out FILE]
 
@@ -21,54 +21,39 @@ from torch import Tensor
 
 from fengine.ops import activations, linear_launch, rms_norm
 from fengine.ops.ahead import compiling
-from fengine.ops.linear_launch import REFERENCE, Schedule
-from fengine.ops.registration import EARLY, LATE
+from fengine.ops.linear_few_hopper import Narrow
+from fengine.ops.linear_launch import REFERENCE, AnySchedule
+from fengine.ops.registration import multiprocessors
 
-PLAIN = [  # outputs of a rank and inputs: of 2 ranks, then of 4, of Llama-3.1-8B and Qwen3-32B
+PLAIN = [  # outputs and inputs: of small models, of 2 and of 4 ranks of Llama-3.1-8B and Qwen3-32B, of Llama-3.1-8B
+    (1152, 6912), (1536, 1152), (896, 4864), (5120, 2048), (128, 2048),
     (2048, 14336), (2560, 25600), (2048, 4096), (2560, 8192), (3072, 4096), (5120, 5120), (1024, 14336), (1024, 4096),
-    (1280, 25600), (1280, 8192), (1536, 4096), (2560, 5120),
+    (1280, 25600), (1280, 8192), (1536, 4096), (2560, 5120), (4096, 4096), (6144, 4096), (4096, 14336),
 ]  # fmt: skip
-GATED = [(7168, 4096), (12800, 5120), (3584, 4096), (6400, 5120)]
-ROWS = (1, 32, 8)
-# block_m, block_n, block_k, swap, warps, stages
-FEW = (
-    (16, 64, 128, True, 4, 8), (16, 64, 256, True, 4, 5), (64, 16, 128, False, 4, 10), (64, 16, 256, False, 4, 5),
-    (64, 32, 128, False, 4, 8), (64, 32, 256, False, 4, 4), (16, 16, 128, False, 2, 12), (16, 16, 256, False, 1, 8),
-    (16, 16, 256, False, 2, 8), (16, 16, 256, False, 4, 8), (16, 16, 512, False, 2, 6), (16, 16, 512, False, 4, 6),
-    (16, 32, 128, False, 2, 10), (16, 32, 128, False, 4, 10), (16, 32, 256, False, 2, 8), (16, 32, 256, False, 4, 8),
-    (16, 32, 512, False, 4, 4),
-)  # fmt: skip
-MORE = (
-    (32, 64, 128, True, 4, 6), (32, 64, 256, True, 4, 4), (32, 64, 64, True, 4, 12), (64, 16, 128, False, 4, 10),
-    (64, 16, 256, False, 4, 5), (64, 32, 128, False, 4, 8), (64, 32, 256, False, 4, 4), (32, 16, 256, False, 2, 8),
-    (32, 16, 256, False, 4, 8), (32, 16, 128, False, 2, 12), (32, 16, 512, False, 4, 4), (32, 32, 128, False, 2, 10),
-    (32, 32, 128, False, 4, 10), (32, 32, 256, False, 2, 6), (32, 32, 256, False, 4, 6),
-)  # fmt: skip
-GATED_FEW = (
-    (16, 32, 128, False, 2, 5), (16, 32, 128, False, 4, 5), (16, 32, 256, False, 4, 4), (16, 16, 256, False, 2, 4),
-    (16, 64, 128, True, 4, 6), (64, 32, 128, False, 4, 6),
-)  # fmt: skip
-GATED_MORE = (
-    (32, 64, 128, True, 4, 3), (32, 64, 128, True, 4, 6), (32, 32, 128, False, 2, 5), (32, 32, 128, False, 4, 5),
-    (64, 32, 128, False, 4, 5), (64, 64, 64, False, 4, 6),
-)  # fmt: skip
-AHEAD = ((0, EARLY), (512, EARLY), (512, LATE))
-GATED_AHEAD = ((256, EARLY), (256, LATE))
+GATED = [(6912, 1152), (4864, 896), (7168, 4096), (12800, 5120), (3584, 4096), (6400, 5120), (14336, 4096)]
+ROWS = (1, 32, 16, 64)
+RINGS = ((4, 6), (4, 5), (4, 4), (4, 3), (2, 12), (2, 10), (2, 6), (2, 5), (1, 20), (1, 10))  # chunks, pieces
+ROOM = 228_000  # bytes of shared memory
 COLD = 160 << 20  # bytes of weights that no cache holds
 
 
-def candidates(rows: int, gated: bool) -> list[Schedule]:
-    tiles = (GATED_FEW if rows <= 16 else GATED_MORE) if gated else FEW if rows <= 16 else MORE
-    return [Schedule._make((*tile, *more, False)) for tile in tiles for more in (GATED_AHEAD if gated else AHEAD)]
+def candidates(rows: int, gated: bool) -> list[Narrow]:
+    block_m = max(8, 1 << (rows - 1).bit_length())
+    return [
+        Narrow(block_m, outputs, chunks, stages)
+        for outputs in ((16, 32) if gated else (16, 32, 64))
+        for chunks, stages in RINGS
+        if chunks * stages * 128 * (64 + block_m) < ROOM
+    ]
 
 
-def compute(x_TK: Tensor, w_NK: Tensor, n: int, s: Schedule, gated: bool) -> Tensor:
+def compute(x_TK: Tensor, w_NK: Tensor, n: int, s: AnySchedule, gated: bool) -> Tensor:
     return linear_launch.run(x_TK, w_NK, n, None, None, s, gated)
 
 
 def compile_part(part: int, parts: int) -> None:
     """Compiles each `parts`-th kernel into Triton's cache."""
-    kinds = [(m, gated, s) for gated in (False, True) for m in (1, 32) for s in candidates(m, gated)]
+    kinds = [(m, gated, s) for gated in (False, True) for m in ROWS for s in candidates(m, gated)]
     w_NK = torch.empty(512, 4096, device="cuda", dtype=torch.bfloat16)
     with compiling():
         for m, gated, s in kinds[part::parts]:
@@ -102,8 +87,8 @@ def measured(rows: int, n: int, k: int, gated: bool, weights: list[Tensor]) -> d
     norm_N, count = torch.ones(n, device="cuda", dtype=torch.bfloat16), max(6, len(weights))
     want = compute(x_TK, weights[0], n * (1 + gated), REFERENCE, False)
     want = activations.launch(want, 0) if gated else want
-    usual = (linear_launch.gated_schedules(rows, n, x_TK.dtype) if gated else
-             linear_launch.schedules(rows, n, k, x_TK.dtype))[0]  # fmt: skip
+    schedules = linear_launch.gated_schedules if gated else linear_launch.schedules
+    usual = schedules(rows, n, k, x_TK.dtype, multiprocessors(0))[0]
     times, other = {}, []
     for s in dict.fromkeys([usual, *candidates(rows, gated)]):
         try:
@@ -115,7 +100,7 @@ def measured(rows: int, n: int, k: int, gated: bool, weights: list[Tensor]) -> d
             other.append(tuple(s))
             continue
 
-        def one(number: int, s: Schedule = s) -> None:
+        def one(number: int, s: AnySchedule = s) -> None:
             y_TN = compute(x_TK, weights[number % len(weights)], n, s, gated)
             rms_norm.rms_norm(y_TN, norm_N, 1e-5)
 

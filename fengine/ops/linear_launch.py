@@ -6,15 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import activations, linear_hopper
+from fengine.ops import activations, linear_few_hopper, linear_hopper
 from fengine.ops.ahead import launcher
+from fengine.ops.linear_few_hopper import Narrow
 from fengine.ops.linear_kernels import linear_kernel
 from fengine.ops.proof import proved, random_rows, same_bits
 from fengine.ops.registration import (
     EARLY,
     LATE,
     MIDDLE,
-    NEVER,
     dependent_launch,
     multiprocessors,
     plain,
@@ -41,39 +41,22 @@ class Schedule(NamedTuple):
     hopper: bool = False  # the kernel of linear_hopper.py, with block_m, block_n and stages
 
 
+AnySchedule = Schedule | Narrow
 LIBRARY = Schedule(0, 0, 0, False, 0, 0)  # cuBLAS
 REFERENCE = Schedule(64, 64, 64, False, 4, 3)
-# Found on an H200. The first entry with m <= largest M, n >= least N and k >= least K is taken.
+# Found on an H200. The first entry with m <= largest M, n >= least N and k >= least K is taken. On Hopper most products
+# of few rows are those of linear_few_hopper.py.
 FEW_ROWS = (
-    (16, 100000, 0, Schedule(16, 64, 128, True, 4, 3, 256, LATE)),
     (16, 20000, 0, Schedule(16, 64, 128, True, 4, 4, 256, LATE)),
-    (16, 3000, 10000, Schedule(16, 64, 128, True, 4, 8, 256, NEVER)),
-    (16, 5000, 8000, Schedule(16, 64, 128, True, 4, 8)),
-    (16, 6000, 4096, Schedule(16, 64, 128, True, 4, 8)),
-    (16, 5000, 4096, Schedule(16, 64, 128, True, 4, 8, 512, LATE)),
-    (16, 2300, 10000, Schedule(16, 32, 256, False, 4, 8, 512)),
-    (16, 2300, 4096, Schedule(16, 64, 128, True, 4, 8, 512)),
-    (16, 1200, 4096, Schedule(16, 32, 256, False, 4, 8, 512)),
-    (16, 0, 4096, Schedule(16, 16, 256, False, 4, 6)),
-    (16, 2000, 0, Schedule(16, 64, 128, True, 4, 6, 0, LATE)),
-    (16, 1000, 1000, Schedule(16, 16, 256, False, 4, 4, 512, MIDDLE)),
-    (16, 1000, 0, Schedule(16, 64, 128, True, 4, 6, 0, LATE)),
-    (16, 0, 1500, Schedule(16, 16, 512, False, 4, 4, 512)),
+    (16, 2000, 0, Schedule(16, 64, 128, True, 4, 8)),
+    (16, 0, 1500, Schedule(16, 16, 256, False, 4, 6)),
     (16, 0, 0, Schedule(16, 64, 128, True, 4, 6, 512)),
     (32, 150000, 0, Schedule(32, 64, 64, True, 4, 8, 256)),
     (32, 20000, 0, Schedule(32, 64, 128, True, 4, 4, 256)),
-    (32, 3000, 0, Schedule(32, 64, 128, True, 4, 6, 256)),
-    (32, 2300, 10000, Schedule(32, 64, 128, True, 4, 6, 512, LATE)),
-    (32, 2800, 4096, Schedule(32, 64, 128, True, 4, 8, 512, LATE)),
-    (32, 2300, 0, Schedule(32, 64, 128, True, 4, 6, 256)),
-    (32, 0, 4096, Schedule(32, 16, 256, False, 4, 8, 512)),
     (32, 2000, 0, Schedule(32, 64, 128, True, 4, 6, 256)),
-    (32, 1000, 0, Schedule(32, 64, 128, True, 4, 6, 256, MIDDLE)),
-    (32, 0, 0, Schedule(32, 64, 128, True, 4, 6, 256)),
+    (32, 0, 0, Schedule(32, 16, 256, False, 4, 8, 512)),
     (64, 20000, 4096, Schedule(64, 128, 64, True, 4, 6, 256, MIDDLE)),
-    (64, 5000, 4096, Schedule(64, 64, 128, True, 4, 5, 256, MIDDLE)),
     (64, 5000, 0, Schedule(64, 64, 64, True, 4, 6, 256, MIDDLE)),
-    (64, 2000, 0, Schedule(64, 32, 128, False, 4, 6, 256, MIDDLE)),
     (64, 0, 0, Schedule(64, 16, 128, False, 4, 6, 256, MIDDLE)),
     (128, 9000, 0, Schedule(128, 128, 64, True, 8, 5)),
     (128, 5000, 0, Schedule(128, 64, 64, True, 4, 6)),
@@ -97,17 +80,8 @@ MANY_ROWS = (
 FLOAT32 = (Schedule(16, 64, 32, False, 4, 2), Schedule(64, 64, 32, False, 4, 2))
 FULL_DEVICE = 90  # tiles
 GATED = (  # largest M, least N
-    (16, 9000, Schedule(16, 32, 128, False, 2, 5, 256, LATE)),
-    (16, 7500, Schedule(16, 32, 128, False, 2, 5, 256)),
-    (16, 6300, Schedule(16, 32, 128, False, 2, 5, 256, LATE)),
-    (16, 4000, Schedule(16, 32, 128, False, 2, 5, 256)),
-    (16, 3300, Schedule(16, 32, 256, False, 4, 4, 256)),
     (16, 0, Schedule(16, 32, 128, False, 2, 5, 256)),
-    (32, 14000, Schedule(32, 64, 128, True, 4, 3, 256)),
-    (32, 12500, Schedule(32, 64, 128, True, 4, 6, 256)),
     (32, 9000, Schedule(32, 64, 128, True, 4, 3, 256)),
-    (32, 4000, Schedule(32, 64, 128, True, 4, 3, 256, MIDDLE)),
-    (32, 3300, Schedule(64, 32, 128, False, 4, 5, 256)),
     (32, 0, Schedule(32, 64, 128, True, 4, 3, 256, MIDDLE)),
     (64, 0, Schedule(64, 32, 128, False, 4, 3, 256, MIDDLE)),
 )
@@ -124,15 +98,19 @@ def waves_of(m: int, n: int, tiles: tuple[tuple[int, int, int, float], ...], pro
     return waves(best), Schedule(best[0], best[1], 64, False, 4, best[2], hopper=True)
 
 
-def schedules(m: int, n: int, k: int, dtype: torch.dtype, processors: int | None = None) -> list[Schedule]:
-    """Schedules for m rows of k inputs and n outputs, fastest first. `processors`: of a device that runs the Hopper
-    kernel. Pure."""
+def schedules(
+    m: int, n: int, k: int, dtype: torch.dtype, processors: int | None = None, rounded: bool = True
+) -> list[AnySchedule]:
+    """Schedules for m rows of k inputs and n outputs, fastest first. `processors`: of a device that runs the kernels
+    for Hopper; `rounded`: the result has x's dtype. Pure."""
     if dtype == torch.float32:
         return [FLOAT32[m > 16]]
     few = [even(s, k) for most_m, least_n, least_k, s in FEW_ROWS if m <= most_m and n >= least_n and k >= least_k]
     tiles = [s for s in MANY_ROWS if cdiv(m, s.block_m) * cdiv(n, s.block_n) >= FULL_DEVICE]
-    ours = [[*few, *tiles, MANY_ROWS[-1]][0]]
-    if processors is not None and _hopper_pays(m, n, k):
+    ours: list[AnySchedule] = [[*few, *tiles, MANY_ROWS[-1]][0]]
+    if processors is not None:
+        ours = [*linear_few_hopper.schedules(m, n, k), *ours]
+    if processors is not None and rounded and _hopper_pays(m, n, k):
         waves, hopper = waves_of(m, n, HOPPER, processors)
         ours = [hopper, *ours]
         if 128 < m and waves < 0.7:
@@ -150,28 +128,32 @@ def _library_loses(m: int, n: int, k: int) -> bool:
 
 
 def _hopper_pays(m: int, n: int, k: int) -> bool:
-    return m > 32 and n >= 2000 and k >= 4096 and (m > 64 or n < 5000)
+    return m > FEW and n >= 2000 and k >= 4096
 
 
-def gated_schedules(m: int, n: int, dtype: torch.dtype, processors: int | None = None) -> list[Schedule]:
+def gated_schedules(m: int, n: int, k: int, dtype: torch.dtype, processors: int | None = None) -> list[AnySchedule]:
     """Schedules of the gated product in one kernel; none where a product and silu_mul are faster. Arguments as above.
     Pure."""
     if dtype == torch.float32:
         return []
+    narrow = linear_few_hopper.schedules(m, n, k, True) if processors is not None else []
     few = [s for largest_m, least_n, s in GATED if m <= largest_m and n >= least_n]
     if few or processors is None:
-        return few[:1]
+        return [*narrow, *few[:1]]
     waves, hopper = waves_of(m, n, HOPPER_GATED, processors)
     return [hopper] if m * n >= GATED_SHARE * waves * processors * 128 * 128 else []
 
 
 def run(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None,
-        s: Schedule, gated: bool = False, act: int = 0) -> Tensor:  # fmt: skip
+        s: AnySchedule, gated: bool = False, act: int = 0) -> Tensor:  # fmt: skip
     """Computes the product under schedule `s`. Pure."""
     if s == LIBRARY:
         return library(x_TK, w_NK, bias_N, out_dtype)
     m, k = x_TK.shape
     y_TN = torch.empty(m, n, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
+    if isinstance(s, Narrow):
+        linear_few_hopper.launch(x_TK, w_NK, bias_N, y_TN, gated, act, s)
+        return y_TN
     if s.hopper:
         linear_hopper.launch(x_TK, w_NK, bias_N, y_TN, gated, act, s.block_m, s.block_n, s.stages)
         return y_TN
@@ -196,7 +178,7 @@ def library(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.
 
 
 def is_proved(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None,
-              s: Schedule, gated: bool = False, act: int = 0) -> bool:  # fmt: skip
+              s: AnySchedule, gated: bool = False, act: int = 0) -> bool:  # fmt: skip
     """Whether `s` gives the bits of REFERENCE for these sizes on this device; compared once, with random x."""
     if s == REFERENCE or not x_TK.is_cuda:
         return s != LIBRARY
@@ -210,23 +192,21 @@ def is_proved(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dty
         def tried() -> Tensor:
             return torch.stack([run(plain(x), w_NK, n, bias_N, out_dtype, s, gated, act) for x in x_XTK])
 
-        return same_bits(want_XTN, tried, s.hopper)
+        return same_bits(want_XTN, tried, isinstance(s, Narrow) or s.hopper)
 
     key = f"linear {x_TK.dtype} {out_dtype} {bias_N is not None} {gated} {act} {m}x{n}x{k} {tuple(s)}"
     return proved(x_TK.device, key, compare)
 
 
-def hopper_processors(x_TK: Tensor, w_NK: Tensor, out_dtype: torch.dtype | None) -> int | None:
-    """Number of multiprocessors of x's device if the Hopper kernel can run there."""
-    if out_dtype in (None, x_TK.dtype) and linear_hopper.usable(x_TK, w_NK):
-        return multiprocessors(x_TK.device.index)
-    return None
+def hopper_processors(x_TK: Tensor, w_NK: Tensor) -> int | None:
+    """Number of multiprocessors of x's device if the kernels for Hopper can run there."""
+    return multiprocessors(x_TK.device.index) if linear_hopper.usable(x_TK, w_NK) else None
 
 
-def choose(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Schedule:
+def choose(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> AnySchedule:
     """The first schedule in order of speed that is proved on this device."""
-    m, k = x_TK.shape
-    for s in schedules(m, n, k, x_TK.dtype, hopper_processors(x_TK, w_NK, out_dtype)):
+    (m, k), rounded = x_TK.shape, out_dtype in (None, x_TK.dtype)
+    for s in schedules(m, n, k, x_TK.dtype, hopper_processors(x_TK, w_NK), rounded):
         if is_proved(x_TK, w_NK, n, bias_N, out_dtype, s):
             return s
     return REFERENCE
@@ -256,7 +236,7 @@ def gated_launch(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, act:
     """One kernel where that is faster than a product and silu_mul, and proved."""
     x_TK = plain(x_TK)
     if x_TK.shape[0]:
-        for s in gated_schedules(x_TK.shape[0], n, x_TK.dtype, hopper_processors(x_TK, w_NK, None)):
+        for s in gated_schedules(len(x_TK), n, x_TK.shape[1], x_TK.dtype, hopper_processors(x_TK, w_NK)):
             if is_proved(x_TK, w_NK, n, bias_N, None, s, True, act):
                 return run(x_TK, w_NK, n, bias_N, None, s, True, act)
     return activations.launch(launch(x_TK, w_NK, 2 * n, bias_N, None), act)

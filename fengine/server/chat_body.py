@@ -11,7 +11,7 @@ from fengine.server.errors import invalid, missing, unsupported
 from fengine.server.fields import Field, Fields, array, flag, loose, one_of, record
 
 MAX_TOOLS = 128  # OpenAI's
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 CHAT: Fields = {
     "messages": loose("The chat: role and content, tool_calls, …", "array"),
     "tools": array("Functions that the model may call."),
@@ -74,14 +74,6 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
         continue_final=_continued(given, messages),
         separate_reasoning=given["separate_reasoning"] and given["include_reasoning"],
     )  # fmt: skip
-
-
-def refuse_chat(body: Mapping[str, Any], name: str) -> None:
-    """Errors: ApiError for a field of chats beside `name`, a text: it would go for nothing."""
-    for field, known in CHAT.items():
-        if body.get(field) not in (None, known.default):
-            told = "give one" if field == "messages" else f"leave {field} out"
-            raise invalid(field, f"{field} is for chats, and {name} is a text; {told}.")
 
 
 def _continued(given: Mapping[str, Any], messages: Any) -> bool:

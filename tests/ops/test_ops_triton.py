@@ -27,6 +27,7 @@ from fengine.ops import (
     go_on,
     layer_norm,
     linear,
+    linear_few_hopper,
     linear_hopper,
     linear_launch,
     lora,
@@ -220,27 +221,6 @@ def test_rope_kv_write_of_many_tokens(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 
 @kernel_test
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("heads,groups,width,block", [(2, 1, 64, 64), (3, 1, 128, 32)])
-def test_qkv(dtype: torch.dtype, heads: int, groups: int, width: int, block: int, swap: bool):
-    """The one kernel against the product and rope_kv_write; rows that are not asked for stay as they were."""
-    channels, rows = (heads + 2 * groups) * width, 11
-    table = rope_table(RopeSpec(1e4), width, 50).to(DEVICE)
-    x, w, bias, k, v = put(
-        (normal(rows, 64) / 8, normal(channels, 64), normal(channels), *(normal(5, 4, groups, width) for _ in "kv")),
-        dtype,
-    )  # fmt: skip
-    position, slot = torch.arange(rows).int().to(DEVICE) * 3, torch.randperm(16).int()[:rows].to(DEVICE) + 4
-    s = linear_launch.Schedule(16, block, 32, swap, 4, 2)
-    for added in (None, bias):
-        want_k, want_v, got_k, got_v = k.clone(), v.clone(), k.clone(), v.clone()
-        product = linear.reference(x, w, channels, added, None)
-        want = rope.reference(product, table, position, slot, want_k, want_v, heads, None, None, 0.0)
-        got = rope_kernels.run_joined(x, w, added, table, position, slot, got_k, got_v, heads, s)
-        assert_close((got, got_k, got_v), want, dtype)
-
-
-@kernel_test
 @pytest.mark.parametrize(
     "heads,groups,width,size", [(2, 2, 64, 4), (4, 2, 80, 1), (7, 1, 96, 16), (8, 1, 128, 64), (4, 1, 64, 64)]
 )
@@ -395,14 +375,26 @@ def test_linear_for_hopper_has_the_bits_of_the_reference(rows: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 5, 16, 32, 48, 64])
-@pytest.mark.parametrize("heads,groups,width,hidden", [(14, 2, 64, 896), (32, 8, 128, 4096)])
-def test_qkv_in_one_kernel_is_proved_and_used(rows: int, heads: int, groups: int, width: int, hidden: int):
-    channels = (heads + 2 * groups) * width
-    x, w, pages = put((normal(rows, hidden), normal(channels, hidden) / hidden**0.5, normal(3, 64, groups, width)),
-                      torch.bfloat16)  # fmt: skip
-    s = rope_kernels.choose(x, w, None, pages, heads)
-    assert s is not None and rope_kernels._compare(x, w, None, pages, heads, s)
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 27, 33, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_few_rows_for_hopper_have_the_bits_of_the_reference(rows: int, dtype: torch.dtype):
+    """Ragged rows, columns and K; every way to cut them; with a bias, gated, and in float32."""
+    x, w, bias = put((normal(rows, 200), normal(2 * 1192, 200) / 14, normal(2 * 1192)), dtype)
+    if not linear_hopper.usable(x, w):
+        pytest.skip("the kernel is for compute capability 9")
+    cut = {s for *_, s in linear_few_hopper.PLAIN if s is not None and s.block_m >= rows}
+    halves = {s for *_, s in linear_few_hopper.GATED if s is not None and s.block_m >= rows}
+    for added in (None, bias):
+        want = linear_launch.run(x, w, 2384, added, None, linear_launch.REFERENCE)
+        for s in cut:
+            assert linear_launch.run(x, w, 2384, added, None, s).equal(want), s
+        for s in halves:
+            for act in range(len(activations.ACTS)):
+                fused = linear_launch.run(x, w, 1192, added, None, s, True, act)
+                assert fused.equal(activations.launch(want, act)), (s, act)
+    want = linear_launch.run(x, w[:33], 33, None, torch.float32, linear_launch.REFERENCE)
+    for s in cut:
+        assert linear_launch.run(x, w[:33], 33, None, torch.float32, s).equal(want), s
 
 
 @pytest.mark.gpu

@@ -8,7 +8,8 @@ import torch
 
 from fengine.ops import attention_few_hopper, attention_launch, linear_launch, proof
 from fengine.ops.attention_launch import CAUSAL, Bounds, Rows
-from fengine.ops.linear_launch import LIBRARY, REFERENCE, gated_schedules, schedules
+from fengine.ops.linear_few_hopper import Narrow
+from fengine.ops.linear_launch import LIBRARY, REFERENCE, Schedule, gated_schedules, schedules
 from fengine.ops.proof import Proofs
 
 
@@ -74,9 +75,11 @@ def test_the_library_serves_many_rows_only_and_the_reference_what_is_not_proved(
         for processors in (None, 132):
             found = schedules(m, n, k, torch.bfloat16, processors)
             assert (LIBRARY in found) <= (m > 64) and len(found) == len(set(found))
-            assert processors or not any(s.hopper for s in found)
-            gated = gated_schedules(m, n, torch.bfloat16, processors)
-            assert LIBRARY not in gated and len(gated) <= 1 and (m > 64 or len(gated) == 1)
+            gated = gated_schedules(m, n, k, torch.bfloat16, processors)
+            assert LIBRARY not in gated and (m > 64 or gated)
+            narrow = [s for s in (*found, *gated) if isinstance(s, Narrow)]
+            assert all(s.block_m >= m for s in narrow) and (processors or not narrow)
+            assert processors or not any(s.hopper for s in found if isinstance(s, Schedule))
     assert LIBRARY not in schedules(4096, n, k, torch.float32)
     x, w = torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(4, 8, dtype=torch.bfloat16)
     asked = []
