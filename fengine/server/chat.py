@@ -3,7 +3,7 @@
 import json
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     tokenizer, chat, context = engine.tokenizer, request.chat_options, engine._parts.context_length
     sampling = request.arguments["sampling_params"]
     _check_length(request, context)
-    ids, images = chat_prompt(engine, chat, _template_values(chat, facts), request.given["add_special_tokens"])
+    ids, images = chat_prompt(engine, chat, request.given["add_special_tokens"])
     ids = request.given["truncation"].cut(ids, context, images) if request.given["truncation"] else ids
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
     channels = facts.channels is not None and not constrained  # harmony's, which are read as calls are
@@ -64,17 +64,16 @@ def _held(chat: ChatOptions, facts: TemplateFacts, form: Format | None, constrai
     return shown if tag is None else shown | {"structural_tag": json.dumps(tag)}
 
 
-def chat_prompt(
-    engine: Engine, chat: ChatOptions, values: dict[str, Any], add_special_tokens: bool
-) -> tuple[list[int], Any]:  # fmt: skip
+def chat_prompt(engine: Engine, chat: ChatOptions, add_special_tokens: bool) -> tuple[list[int], Any]:
     """(the ids of a chat, every placeholder of its images in place, and these as they were read), the last message left
     open where it goes on. Errors: those of `Engine.chat_ids`; ApiError, InvalidRequestError for images."""
     reader, given = engine._parts.images, without_images(chat.messages)[1]
     if given and reader is None:
         raise invalid("messages", "the messages have images, but this model takes none; leave them out.")
     ids = engine.chat_ids(
-        chat.messages, chat.tools, chat.add_generation_prompt, values, continue_final_message=chat.continue_final
-    )
+        chat.messages, chat.tools, chat.add_generation_prompt, _template_values(chat, engine.tokenizer),
+        continue_final_message=chat.continue_final,
+    )  # fmt: skip
     ids = engine.tokenizer.with_special_tokens(ids) if add_special_tokens else ids
     if reader is None or not given:
         return ids, []
@@ -82,13 +81,13 @@ def chat_prompt(
     return reader.prompt(ids, images).ids, images
 
 
-def _template_values(chat: ChatOptions, facts: TemplateFacts) -> dict[str, Any]:
+def _template_values(chat: ChatOptions, tokenizer: Tokenizer) -> dict[str, Any]:
     """What the template is given. Errors: ApiError."""
-    effort = chat.reasoning_effort
-    if effort is None:
+    if (effort := chat.reasoning_effort) is None:
         return chat.template_values
     switches = {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
-    name = next((name for name in switches if name in facts.variables), None)
+    variables = tokenizer.template_of(chat.tools is not None)[1]
+    name = next((name for name in switches if name in variables), None)
     if name is None:
         raise unsupported("reasoning_effort", "reasoning_effort: this model's chat template knows none. Leave it out.")
     return {name: switches[name]} | chat.template_values
@@ -117,7 +116,14 @@ class ChatWriter(ChoiceWriter):
         parts = self.parts(index, output, streamed=False)
         content = parts.pop("content", None if parts.keys() & {"tool_calls", "function_call"} else "")
         content = self.echo + (content or "") if self.echo else content
-        message = {"role": "assistant", "content": content, "refusal": None, "reasoning_content": None, **parts}
+        message = {
+            "role": "assistant",
+            "content": content,
+            "refusal": None,
+            "reasoning_content": None,
+            "reasoning": None,
+            **parts,
+        }
         choice = self._choice(index, output, {"message": message}, whole=True) | hidden_states(output)
         asked = self.given["return_prompt_token_ids"] or self.given["return_token_ids"]
         return choice | ({"prompt_token_ids": self.ids} if asked else {})
@@ -161,7 +167,9 @@ class ChatWriter(ChoiceWriter):
         if self.thoughts:
             self.thoughts[index].feed(output["output_ids"])
         content = found.content + "".join([call.text for call in found.calls if call.problem])
-        named = {"reasoning_content": found.reasoning, "content": content}
+        named = dict.fromkeys(("reasoning_content", "reasoning"), found.reasoning) | {
+            "content": content
+        }  # vLLM has both
         if not self.chat.separate_reasoning:
             named = {"content": found.reasoning + content}
         told = {k: v for k, v in named.items() if v}
@@ -182,9 +190,8 @@ class ChatWriter(ChoiceWriter):
         return {"tool_calls": [{"index": begun + i, **one} if streamed else one for i, one in enumerate(named)]}
 
     def _choice(self, index: int, output: Output, said: dict[str, Any], whole: bool) -> dict[str, Any]:
-        logprobs = None
-        if self.given["logprobs"] is not None:
-            logprobs = {"content": self.logprobs(output), "refusal": None}
+        asked = self.given["logprobs"] is not None
+        logprobs = {"content": self.logprobs(output), "refusal": None} if asked else None
         choice = self.framed(index, output, said, logprobs, whole)
         if choice["finish_reason"] == "stop" and self.called[index]:
             choice["finish_reason"] = "function_call" if self.chat.legacy else "tool_calls"
@@ -192,13 +199,14 @@ class ChatWriter(ChoiceWriter):
 
     def logprobs(self, output: Output) -> list[dict[str, Any]]:
         """Of what is new, as OpenAI tells them."""
-        meta, count, most = output["meta_info"], len(output["output_ids"]), self.given["logprobs"] or 0
-        tops = meta.get("output_top_logprobs", [[]] * count)
-        pairs = zip(meta["output_token_logprobs"][:count], tops[:count], strict=True)
-        return [
-            self._entry(token, logprob) | {"top_logprobs": [self._entry(t, p) for p, t, _ in top[:most]]}
-            for (logprob, token, _), top in pairs
-        ]
+        count, told = len(output["output_ids"]), list[dict[str, Any]]()
+        drawn, tops = output["meta_info"]["output_token_logprobs"][:count], self.tops(output, "output", count)
+        for (logprob, token, _), top in zip(drawn, tops, strict=True):
+            others = {t: p for p, t, _ in top}
+            if self.given["logprob_token_ids"] is not None:
+                others = {token: logprob} | others
+            told.append(self._entry(token, logprob) | {"top_logprobs": [self._entry(*one) for one in others.items()]})
+        return told
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         data = self.tokenizer.decoding.data(token)
@@ -223,6 +231,7 @@ class Block:
     name: str = ""
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    streamed: int = 0  # of these, in events so far
 
 
 class BlockWriter(Writer):
@@ -258,29 +267,31 @@ class BlockWriter(Writer):
     def _steps(self, output: Output) -> Iterator[Step]:
         """What a piece adds, or a whole output."""
         parts = self.chat.parts(0, output, streamed=True)
+        logprobs = [] if self.chat.given["logprobs"] is None else self.chat.logprobs(output)
         kinds: tuple[tuple[Kind, str], ...] = (("reasoning", "reasoning_content"), ("text", "content"))
         for kind, name in kinds:
             if parts.get(name):
-                yield from self._add(Block(kind, len(self.found)), parts[name])
+                yield from self._add(Block(kind, len(self.found)), parts[name], logprobs if kind == "text" else [])
         for call in parts.get("tool_calls", ()):
             function = call["function"]
             yield from self._close()
             yield from self._add(Block("call", len(self.found), call["id"], function["name"]), function["arguments"])
             yield from self._close()
-        if self.chat.given["logprobs"] is not None and self.found and self.found[-1].kind == "text":
-            self.found[-1].logprobs += self.chat.logprobs(output)
+        if "content" not in parts and self.found and self.found[-1].kind == "text":
+            self.found[-1].logprobs += logprobs
         if finish_reason(output) is not None:
             if not self.found:
                 yield from self._add(Block("text", 0), "")
             yield from self._close()
 
-    def _add(self, block: Block, text: str) -> Iterator[Step]:
+    def _add(self, block: Block, text: str, logprobs: Iterable[dict[str, Any]] = ()) -> Iterator[Step]:
         if not self._open or self.found[-1].kind != block.kind:
             yield from self._close()
             self.found.append(block)
             self._open = True
             yield "open", block, ""
         self.found[-1].text += text
+        self.found[-1].logprobs += logprobs
         yield "delta", self.found[-1], text
 
     def _close(self) -> Iterator[Step]:

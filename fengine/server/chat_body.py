@@ -11,7 +11,7 @@ from fengine.server.errors import invalid, missing, unsupported
 from fengine.server.fields import Field, Fields, array, flag, loose, one_of, record
 
 MAX_TOOLS = 128  # OpenAI's
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 CHAT: Fields = {
     "messages": loose("The chat: role and content, tool_calls, …", "array"),
     "tools": array("Functions that the model may call."),
@@ -74,6 +74,14 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
         continue_final=_continued(given, messages),
         separate_reasoning=given["separate_reasoning"] and given["include_reasoning"],
     )  # fmt: skip
+
+
+def refuse_chat(body: Mapping[str, Any], name: str) -> None:
+    """Errors: ApiError for a field of chats beside `name`, a text: it would go for nothing."""
+    for field, known in CHAT.items():
+        if body.get(field) not in (None, known.default):
+            told = "give one" if field == "messages" else f"leave {field} out"
+            raise invalid(field, f"{field} is for chats, and {name} is a text; {told}.")
 
 
 def _continued(given: Mapping[str, Any], messages: Any) -> bool:
@@ -155,7 +163,11 @@ def _tools(given: Mapping[str, Any], legacy: bool) -> list[dict[str, Any]]:
     tools = given[name] or []
     if len(tools) > MAX_TOOLS:
         raise invalid(name, f"{name} must be a list of at most {MAX_TOOLS}, got {tools!r:.80}.")
-    found = [{"type": "function", "function": one} for one in tools] if legacy else tools
+    return tools_of([{"type": "function", "function": one} for one in tools] if legacy else tools, name)
+
+
+def tools_of(found: list[Any], name: str) -> list[dict[str, Any]]:
+    """The tools, as chats write them, of the field `name`. Pure. Errors: ApiError."""
     for i, tool in enumerate(found):
         if told := _problem(tool):
             raise invalid(name, f"{name}[{i}]{told}")

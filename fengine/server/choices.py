@@ -162,6 +162,13 @@ class ChoiceWriter(Writer):
             return f"token_id:{token}"
         return shown(self.tokenizer.decoding.data(token))
 
+    def tops(self, output: Output, side: str, count: int) -> list[list[Any]]:
+        """(logprob, id, None) of the tokens that are told beside each of `count`: the likeliest, or those asked for by
+        id. `side`: input or output. Pure."""
+        by_id = self.given["logprob_token_ids"] is not None
+        found = output["meta_info"].get(f"{side}_{'token_ids_logprobs' if by_id else 'top_logprobs'}", [()] * count)
+        return [list(top or ())[: None if by_id else self.given["logprobs"]] for top in found[:count]]
+
     def prompt_logprobs(self, output: Output) -> list[dict[str, Any] | None] | None:
         """vLLM's: at each position {id: {"logprob", "rank", "decoded_token"}} of the token and of the likeliest; the
         rank of a token that is not among them is not known. Pure."""
@@ -227,17 +234,16 @@ class CompletionWriter(ChoiceWriter):
 
     def _logprobs(self, index: int, output: Output, echo: str | None) -> dict[str, Any]:
         """OpenAI's four lists; the first token of a prompt has no logprob."""
-        meta, count, most = output["meta_info"], len(output["output_ids"]), self.given["logprobs"]
-        entries = meta["output_token_logprobs"][:count]
-        tops = meta.get("output_top_logprobs", [()] * count)[:count]
+        meta, count = output["meta_info"], len(output["output_ids"])
+        entries, tops = meta["output_token_logprobs"][:count], self.tops(output, "output", count)
         widths = [self._width(token) for _, token, _ in entries]
         if echo is not None:
             before = meta["input_token_logprobs"]
-            entries, tops = before + entries, meta.get("input_top_logprobs", [()] * len(before)) + tops
+            entries, tops = before + entries, self.tops(output, "input", len(before)) + tops
             widths = self._prompt_widths(echo, [token for _, token, _ in before]) + widths
         told: list[dict[str, float | None] | None] = []  # at each position the token itself, then the likeliest
         for (logprob, token, _), top in zip(entries, tops, strict=True):
-            pairs = [(token, logprob), *((t, p) for p, t, _ in (top or ())[:most])]
+            pairs = [(token, logprob), *((t, p) for p, t, _ in top)]
             told.append(None if logprob is None else {self.shown(t): finite(p) for t, p in pairs})
         return {
             "tokens": [self.shown(token) for _, token, _ in entries],

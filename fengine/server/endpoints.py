@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from fengine import __version__
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
-from fengine.server import chat, choices, fields, messages, native, openai_body, pooled, responses
+from fengine.server import chat, choices, fields, messages, native, openai_body, parsers, pooled, responses
 from fengine.server.answers import Plan, Writer, usage_of
 from fengine.server.errors import ApiError, invalid, unsupported
 from fengine.server.fields import Field, Fields, flag, loose, take
@@ -114,9 +115,9 @@ def _one_token(service: Service, body: Body) -> Plan:
 
 def _invocations(service: Service, body: Body) -> Plan:
     """By what the body has."""
-    if not service.engine._parts.spec.generates and body.get("messages") is not None:
-        return _EMBEDDINGS(service, body)
     of_inputs = _EMBEDDINGS if service.engine._parts.spec.num_labels is None else _CLASSIFY
+    if not service.engine._parts.spec.generates and body.get("messages") is not None:
+        return of_inputs(service, body)
     for name, plan in (("messages", _chat_completions), ("prompt", _completions), ("input", of_inputs),
                        ("documents", _RERANK), ("text_1", _SCORE)):  # fmt: skip
         if body.get(name) is not None:
@@ -131,12 +132,16 @@ _OK = {"status": "ok"}
 # -- what the engine is asked or told ----------------------------------------------------------------------------------
 
 
-def _method(name: str, arguments: Fields) -> Callable[[Service, Body], Any]:
-    """A method of the engine; the body's fields are its arguments."""
+def _method(name: str, arguments: Fields, as_vllm: bool = False) -> Callable[[Service, Body], Any]:
+    """A method of the engine; the body's fields are its arguments. `as_vllm`: a change of adapters that fails is an
+    error, and 404 if there is no such adapter."""
 
     def call(service: Service, body: Body) -> Any:
         given = {key: value for key, value in take(body, arguments).items() if value is not None}
         found = getattr(service.engine, name)(**given)
+        if as_vllm and not found.success:
+            there = service.engine._parts.adapters is None or "lora_path" in given and Path(given["lora_path"]).exists()
+            raise ApiError(400 if there else 404, found.error_message)
         return {"success": True} if found is None else found
 
     return call
@@ -172,12 +177,12 @@ def _stats(service: Service) -> dict[str, Any]:
 
 def _count_tokens(service: Service, body: Body) -> Any:
     asked = openai_body.read_chat(messages.to_chat(body, counted=True), 1).chat_options
-    return {"input_tokens": len(chat.chat_prompt(service.engine, asked, asked.template_values, False)[0])}
+    return {"input_tokens": len(chat.chat_prompt(service.engine, asked, False)[0])}
 
 
-def _steering(name: str, doc: str, *arguments: str, access: Access = Access.STEER, alias: str = "") -> Endpoint:
-    paths, known = (f"/{name}", alias) if alias else (f"/{name}",), {key: loose(AS_ARGUMENT) for key in arguments}
-    return Endpoint(paths, doc, known, call=_method(name, known), access=access)
+def _steering(name: str, doc: str, *arguments: str, access: Access = Access.STEER, root: str = "") -> Endpoint:
+    known = {key: loose(AS_ARGUMENT) for key in arguments}
+    return Endpoint((f"{root}/{name}",), doc, known, call=_method(name, known, bool(root)), access=access)
 
 
 def _abort(service: Service, body: Body) -> Any:
@@ -198,6 +203,7 @@ _TAGS: Fields = {"tags": loose("weights, kv_cache, or both.")}
 _SLEEP: Fields = {"level": loose("1 or 2.")}
 _UPDATE = ("weight_version", "abort_all_requests")
 _admin = partial(_steering, access=Access.ADMIN)
+_vllms = partial(_admin, root="/v1")
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/v1/completions",), "Texts that go on from prompts.", openai_body.OF_COMPLETIONS, _completions),
@@ -212,7 +218,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/generate",), "SGLang's: Engine.generate.", native.GENERATE, _of_engine(native.generate)),
     Endpoint(("/encode",), "SGLang's: Engine.encode.", pooled.ENCODE, _of_engine(pooled.encode)),
     Endpoint(("/v1/embeddings",), "Vectors of texts.", pooled.EMBEDDINGS, _EMBEDDINGS),
-    Endpoint(("/classify",), "vLLM's: the likeliest labels of texts.", pooled.CLASSIFY, _CLASSIFY),
+    Endpoint(("/classify", "/v1/classify"), "vLLM's: the likeliest labels of texts.", pooled.CLASSIFY, _CLASSIFY),
     Endpoint(("/v1/score", "/score"), "Scores: of labels (SGLang's) or of pairs (vLLM's).", pooled.SCORE, _SCORE),
     Endpoint(("/v1/rerank",), "Documents, the best first; SGLang's answer.", pooled.RERANK,
              _of_engine(partial(pooled.rerank, jina=False))),
@@ -223,6 +229,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
              call=lambda service, body: native.tokenize(body, service.engine, service.tokenizer)),
     Endpoint(("/detokenize", "/v1/detokenize"), "The text of ids.", native.DETOKENIZE,
              call=lambda service, body: native.detokenize(body, service.tokenizer)),
+    Endpoint(("/parse_function_call",), "SGLang's: the calls in a text.", parsers.CALLS,
+             call=lambda _, body: parsers.parse_function_call(body)),
+    Endpoint(("/separate_reasoning",), "SGLang's: the thoughts in a text.", parsers.THOUGHTS,
+             call=lambda _, body: parsers.separate_reasoning(body)),
     Endpoint(("/tokenizer_info",), "Special tokens and chat template.",
              call=lambda service, _: native.tokenizer_info(service.tokenizer, service.context)),
     Endpoint(("/health_generate",), "One token through the whole engine.", plan=_one_token),
@@ -261,8 +271,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
              access=Access.ADMIN, query=True),
     Endpoint(("/is_sleeping",), "vLLM's: whether any is given back.",
              call=lambda service, _: {"is_sleeping": not _SLEEPS.isdisjoint(_stats(service)["refusals"])}),
-    _admin("load_lora_adapter", "Loads an adapter.", "lora_name", "lora_path", "pinned", alias="/v1/load_lora_adapter"),
-    _admin("unload_lora_adapter", "Forgets an adapter.", "lora_name", alias="/v1/unload_lora_adapter"),
+    _admin("load_lora_adapter", "Loads an adapter.", "lora_name", "lora_path", "pinned"),
+    _admin("unload_lora_adapter", "Forgets an adapter.", "lora_name"),
+    _vllms("load_lora_adapter", "The same; 404 where there is none.", "lora_name", "lora_path", "pinned"),
+    _vllms("unload_lora_adapter", "The same; 404 where there is none.", "lora_name"),
     _admin("start_profile", "Records a trace.", "output_dir", "start_step", "num_steps", "activities", "with_stack",
            "record_shapes", "profile_id", "profile_prefix"),
     _admin("stop_profile", "Writes it."),

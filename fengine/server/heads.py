@@ -2,11 +2,30 @@
 
 import math
 from collections.abc import Callable, Mapping
+from operator import mul
 from typing import Any
 
 from fengine.server.errors import unsupported
+from fengine.server.fields import Fields, typed
 
 Activation = Callable[[list[float]], list[float]]
+ACTIVATION: Fields = {
+    "activation": typed("boolean", "vLLM's: numbers as the checkpoint says, most often between 0 and 1; false: the "
+                        "head's own. /v1/rerank tells these, unless it is true."),
+    "use_activation": typed("boolean", "vLLM's newer word for activation."),
+}  # fmt: skip
+
+
+def wanted(given: Mapping[str, Any], other: bool | None, word: str = "activation") -> Any:
+    """What a body says by a word or by vLLM's newer one, or `other`. Pure."""
+    return next((given[name] for name in (word, "use_activation") if given[name] is not None), other)
+
+
+def cosine(a: list[float], b: list[float]) -> float:
+    """Between two vectors; 0 with a vector of zeros. Pure."""
+    dot, first, second = (math.fsum(map(mul, x, y)) for x, y in ((a, b), (a, a), (b, b)))
+    norms = math.sqrt(first) * math.sqrt(second)
+    return dot / norms if norms else 0.0
 
 
 def bare(vector: list[float]) -> list[float]:

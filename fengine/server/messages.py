@@ -9,7 +9,7 @@ from fengine.api.outputs import Output
 from fengine.server.answers import event, new_id
 from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
 from fengine.server.errors import ApiError, invalid, missing, unsupported
-from fengine.server.fields import MODEL, Fields, array, flag, loose, record, take
+from fengine.server.fields import CALL, MODEL, Fields, array, flag, loose, one_of, record, take
 
 FIELDS: Fields = {
     **MODEL,
@@ -26,11 +26,21 @@ FIELDS: Fields = {
     "thinking": record(
         "type: enabled, adaptive or disabled, if the template has a switch; budget_tokens limits nothing."
     ),
+    "output_config": record("format: {type: json_schema, schema}; effort, if the template asks for it."),
     "chat_template_kwargs": loose("Variables of the chat template.", "object"),
+    "cache_salt": CALL["cache_salt"],
 }
-COUNTED: Fields = {name: FIELDS[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
+COUNTED: Fields = {name: FIELDS[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking",
+                                                   "output_config", "chat_template_kwargs")}  # fmt: skip
+TOOL: Fields = {
+    **{name: loose("") for name in ("type", "name", "description", "input_schema", "strict")},
+    **{name: loose("Accepted.") for name in ("cache_control", "eager_input_streaming")},
+}
+LATE = "all tools are shown at once"
+LATER = {"defer_loading": LATE, "allowed_callers": "tools that code calls", "input_examples": "examples of calls"}
 REFUSED = {"mcp_servers": "tools of the server", "container": "containers"}
-WORDS = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
+WORDS = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "reasoning_effort": "output_config",
+         "response_format": "output_config"}  # fmt: skip
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
           "call": ("input_json_delta", "partial_json")}  # fmt: skip
@@ -47,7 +57,8 @@ def to_chat(body: Mapping[str, Any], counted: bool = False) -> dict[str, Any]:
     for i, message in enumerate(given["messages"]):
         messages += _message(message, f"messages[{i}]")
     tools = given["tools"]
-    chat = {name: given[name] for name in ("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs")}
+    chat = {name: given[name] for name in ("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs",
+                                           "cache_salt")}  # fmt: skip
     chat |= {
         "messages": messages if given["messages"] else [],
         "max_completion_tokens": given["max_tokens"],
@@ -55,6 +66,7 @@ def to_chat(body: Mapping[str, Any], counted: bool = False) -> dict[str, Any]:
         "tools": None if tools is None else [_tool(tool, i) for i, tool in enumerate(tools)],
         **_choice(given["tool_choice"]),
         **_thinking(given["thinking"], given["chat_template_kwargs"]),
+        **_output(given["output_config"]),
     }
     return {name: value for name, value in chat.items() if value is not None}
 
@@ -62,7 +74,8 @@ def to_chat(body: Mapping[str, Any], counted: bool = False) -> dict[str, Any]:
 def _tool(tool: Any, i: int) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
         raise unsupported("tools", f"tools[{i}] must be a function of the client: {tool!r:.80}.")
-    names = {"name": "name", "description": "description", "parameters": "input_schema"}
+    take(tool, TOOL, LATER)
+    names = {"name": "name", "description": "description", "parameters": "input_schema", "strict": "strict"}
     return {"type": "function", "function": {ours: tool[name] for ours, name in names.items() if name in tool}}
 
 
@@ -70,6 +83,7 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     """`tool_choice` and `parallel_tool_calls` of a chat. Errors: ApiError."""
     if choice is None:
         return {}
+    take(choice, {name: loose("") for name in ("type", "name", "disable_parallel_tool_use")})
     kind = choice.get("type")
     if kind == "tool":
         chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
@@ -84,7 +98,7 @@ def _thinking(thinking: dict[str, Any] | None, values: Any) -> dict[str, Any]:
     """The template's switches. Errors: ApiError."""
     if thinking is None:
         return {}
-    kind = thinking.get("type")
+    kind = take(thinking, {name: loose("") for name in ("type", "budget_tokens", "display")})["type"]
     if kind not in ("enabled", "adaptive", "disabled"):
         raise invalid("thinking", f"thinking must have the type enabled, adaptive or disabled, got {kind!r:.80}.")
     most = thinking.get("budget_tokens")
@@ -92,6 +106,14 @@ def _thinking(thinking: dict[str, Any] | None, values: Any) -> dict[str, Any]:
         raise invalid("thinking", f"thinking.budget_tokens must be a whole number of at least 1, got {most!r:.80}.")
     on = kind != "disabled"
     return {"chat_template_kwargs": {"enable_thinking": on, "thinking": on, **(values or {})}, "separate_reasoning": on}
+
+
+def _output(config: dict[str, Any] | None) -> dict[str, Any]:
+    """The grammar and the effort of a chat. Errors: ApiError."""
+    given = take(config or {}, {"format": record(""), "effort": loose("")})
+    form = take(given["format"] or {}, {"type": one_of("", "json_schema"), "schema": loose("")})
+    schema = given["format"] and {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+    return {"response_format": schema, "reasoning_effort": given["effort"]}
 
 
 def _texts(content: Any, where: str) -> Any:

@@ -11,7 +11,7 @@ from fengine.api.io_struct import GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.server.answers import Plan, Writer, event
 from fengine.server.chat import chat_prompt
-from fengine.server.chat_body import CHAT, chat_options
+from fengine.server.chat_body import CHAT, chat_options, refuse_chat
 from fengine.server.choices import finite
 from fengine.server.errors import invalid, missing
 from fengine.server.fields import MODEL, Field, Fields, array, flag, loose, take
@@ -86,12 +86,12 @@ def tokenize(body: Mapping[str, Any], engine: Engine, tokenizer: Tokenizer) -> d
     `Engine.chat_ids`."""
     given, several = take(body, TOKENIZE), isinstance(body.get("prompt"), list)
     special = given["add_special_tokens"]
-    if given["messages"] is not None:
-        chat, several = chat_options(given, has_grammar=False), False
-        rows = [chat_prompt(engine, chat, chat.template_values, special is True)[0]]
-    elif given["prompt"] is None:
-        raise missing("prompt")
+    if given["prompt"] is None:
+        if given["messages"] is None:
+            raise missing("prompt")
+        rows = [chat_prompt(engine, chat_options(given, has_grammar=False), special is True)[0]]
     else:
+        refuse_chat(body, "prompt")
         texts = map(tokenizer.check_text, given["prompt"] if several else [given["prompt"]])
         rows = [tokenizer.encode(text, add_special_tokens=special is not False) for text in texts]
     names = [[tokenizer.backend.id_to_token(id) for id in ids] for ids in rows] if given["return_token_strs"] else None

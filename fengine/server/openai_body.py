@@ -28,6 +28,7 @@ SHARED: dict[str, Field] = {
     "return_prompt_token_ids": flag("Ids of prompts in the choices."),
     "return_tokens_as_token_ids": flag("Tokens of logprobs as token_id:ID."),
     "return_hidden_states": loose("true or last: the last hidden state of a choice, where the engine gives any."),
+    "logprob_token_ids": fields.array("With logprobs: the ids that are told at each position, not the likeliest."),
     "prompt_logprobs": whole("Likeliest tokens at each position of the prompt.", 0, MAX_LOGPROBS),
     **TRUNCATION,
     "bad_words": fields.array("Words that are never drawn."),
@@ -125,7 +126,8 @@ def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     arguments["sampling_params"]["max_new_tokens"] = (
         DEFAULT_TOKENS if given["max_tokens"] is None else given["max_tokens"]
     )
-    words = {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs", "input_ids": "prompt", "text": "prompt"}
+    words = {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs", "input_ids": "prompt", "text": "prompt",
+             "token_ids_logprob": "logprob_token_ids"}  # fmt: skip
     return OpenAIRequest(given, arguments, fields.WORDS | words, count)
 
 
@@ -141,7 +143,8 @@ def read_chat(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     sampling = arguments["sampling_params"]
     sampling["max_new_tokens"] = None if most is None else body[most]
     chat = chat_options(given, has_grammar=any(name in sampling for name in GRAMMARS))
-    words = {"max_new_tokens": most or "max_tokens", "top_logprobs_num": "top_logprobs"}
+    words = {"max_new_tokens": most or "max_tokens", "top_logprobs_num": "top_logprobs",
+             "token_ids_logprob": "logprob_token_ids"}  # fmt: skip
     return OpenAIRequest(given, arguments, fields.WORDS | words, chat=chat)
 
 
@@ -165,7 +168,7 @@ def _refuse_whole(body: Mapping[str, Any]) -> None:
     for name in ("prompt_logprobs", "logprobs", "top_logprobs"):
         if type(body.get(name)) is int and body[name] < 0:
             told = f"{name}={body[name]}, the whole vocabulary, is not told over HTTP: ask for at most {MAX_LOGPROBS}"
-            raise unsupported(name, f"{told} of the likeliest, or for ids of your own: token_ids_logprob of /generate.")
+            raise unsupported(name, f"{told} of the likeliest, or for ids of your own, logprob_token_ids.")
 
 
 def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], max_samples: int) -> dict[str, Any]:
@@ -194,12 +197,15 @@ def _arguments(body: Mapping[str, Any], given: Mapping[str, Any], echo: bool) ->
         raise invalid("return_hidden_states", f"return_hidden_states must be true, false or last, got {hidden!r:.80}.")
     if hidden:
         options["return_hidden_states"] = "last"
-    logprobs, of_prompt = given["logprobs"], given["prompt_logprobs"]
+    logprobs, of_prompt, ids = given["logprobs"], given["prompt_logprobs"], given["logprob_token_ids"]
+    if ids is not None and logprobs is None:
+        raise invalid("logprob_token_ids", "logprob_token_ids says which logprobs are told; ask for logprobs, too.")
     if logprobs is None and of_prompt is None:
         return options
     start = 0 if of_prompt is not None or echo else None
-    top = max(logprobs or 0, of_prompt or 0)
-    return options | {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": start}
+    top = max(logprobs or 0 if ids is None else 0, of_prompt or 0)
+    asked = {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": start, "token_ids_logprob": ids}
+    return options | asked
 
 
 def _length_field(body: Mapping[str, Any]) -> str | None:

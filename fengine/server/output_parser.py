@@ -209,9 +209,8 @@ def parse_output(
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What a chat template reads and teaches. `hidden`: calls, or thoughts, are written with special tokens."""
+    """What a chat template teaches. `hidden`: calls, or thoughts, are written with special tokens."""
 
-    variables: frozenset[str] = frozenset()
     form: Format | None = None
     hidden: bool = False
     thinks: bool = False
@@ -245,11 +244,11 @@ class ThoughtTokens:
 
 def template_facts(tokenizer: Any, tools: bool) -> TemplateFacts:
     """Of the template that is used with or without tools. Errors: InvalidRequestError, ChatTemplateError."""
-    source, variables = tokenizer.template_of(tools)
+    source = tokenizer.template_of(tools)[0]
     form = format_of(source)
     added = tokenizer.backend.get_added_tokens_decoder().values() if form is not None else ()
     hidden = form is not None and any(token.special and token.content == form.begin for token in added)
-    return TemplateFacts(variables, form, hidden, "<think>" in source)
+    return TemplateFacts(form, hidden, "<think>" in source)
 
 
 def thought_facts(tokenizer: Any) -> TemplateFacts:

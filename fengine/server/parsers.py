@@ -1,19 +1,25 @@
 """SGLang's parsers of whole or streamed answers, `ReasoningParser` and `FunctionCallParser`, by SGLang's names."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from fengine.api.io_struct import Tool
+from fengine.api.io_struct import Function, Tool
 from fengine.errors import UnsupportedFeatureError
+from fengine.server.chat_body import tools_of
+from fengine.server.errors import missing
+from fengine.server.fields import Fields, array, take, text
 from fengine.server.output_parser import Delta, OutputParser
 from fengine.server.tool_calls import FORMATS
 
 FORMS = {alias: form for form in FORMATS for alias in form.aliases}  # by SGLang's names
 OPENED = ("deepseek-r1", "qwen3-thinking", "step3", "minimax")  # whose answers are thoughts until </think>
 THINKS = (*OPENED, "qwen3", "deepseek-v3", "glm45", "nano_v3", "interns1", "gpt-oss")
+CALLS: Fields = {"text": text("An answer."), "tools": array("Functions that may be called."),
+                 "tool_call_parser": text("The name of their format.")}  # fmt: skip
+THOUGHTS: Fields = {"text": CALLS["text"], "reasoning_parser": text("The model's kind.")}
 
 
 class Detector(NamedTuple):
@@ -98,3 +104,29 @@ class FunctionCallParser:
             if call.problem is None and call.name in self._names
         ]
         return found.content + "".join(call.text for call in found.calls if call.problem), items
+
+
+def parse_function_call(body: Mapping[str, Any]) -> dict[str, Any]:
+    """{"normal_text", "calls": [{"tool_index", "name", "parameters"}]} of a whole answer. Pure. Errors: ApiError,
+    UnsupportedFeatureError."""
+    given = _all_of(body, CALLS)
+    functions = [tool["function"] for tool in tools_of(given["tools"], "tools")]
+    tools = [Tool(Function(one["name"], parameters=one.get("parameters"))) for one in functions]
+    rest, calls = FunctionCallParser(tools, given["tool_call_parser"]).parse_non_stream(given["text"])
+    return {"normal_text": rest, "calls": [asdict(call) for call in calls]}
+
+
+def separate_reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
+    """{"reasoning_text", "text"} of a whole answer. Pure. Errors: ApiError, UnsupportedFeatureError."""
+    given = _all_of(body, THOUGHTS)
+    thoughts, rest = ReasoningParser(given["reasoning_parser"]).parse_non_stream(given["text"])
+    return {"reasoning_text": thoughts, "text": rest}
+
+
+def _all_of(body: Mapping[str, Any], known: Fields) -> dict[str, Any]:
+    """Errors: ApiError."""
+    given = take(body, known)
+    for name in known:
+        if given[name] is None:
+            raise missing(name)
+    return given

@@ -2,12 +2,10 @@
 Bodies to the arguments of `Engine.encode` or `generate`, outputs to OpenAI's, SGLang's and vLLM's lists."""
 
 import base64
-import math
 import struct
 import time
 from collections.abc import Mapping
 from dataclasses import fields
-from operator import mul
 from typing import Any
 
 from fengine.api.chat import is_chat, rendered, with_images
@@ -20,36 +18,26 @@ from fengine.api.score import ScoreReqInput, Scoring
 from fengine.server import heads
 from fengine.server.answers import Plan, counted, new_id
 from fengine.server.chat import chat_prompt
-from fengine.server.chat_body import CHAT, chat_options
+from fengine.server.chat_body import CHAT, chat_options, refuse_chat
 from fengine.server.errors import ApiError, invalid, missing, unsupported
-from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, whole
+from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, typed, whole
 from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, Truncation, prompt_ids, texts_or_ids
 from fengine.worker.safetensors_file import read_json
 
 CUT: Fields = TRUNCATION | {
     "truncation_side": one_of("The side that is cut off.", "left", "right", default="right"),  # as vLLM's
 }  # fmt: skip
+INPUT: Fields = {**MODEL, "input": loose("A text, token ids, or a list of either; or messages."), **CHAT, **CUT,
+                 **ADD_SPECIAL}  # fmt: skip
 EMBEDDINGS: Fields = {
-    **MODEL,
-    "input": loose("A text, token ids, or a list of either."),
+    **INPUT,
     "encoding_format": one_of("How vectors are written.", "float", "base64", default="float"),
     "dimensions": loose("The first ones, normalised.", "integer"),
-    "normalize": loose("vLLM's: vectors of length 1, or not; else as the checkpoint says.", "boolean"),
-    **CHAT,
-    **CUT,
-    **ADD_SPECIAL,
+    "normalize": typed("boolean", "vLLM's: vectors of length 1, or not; else as the checkpoint says."),
+    "use_activation": typed("boolean", "vLLM's newer word for normalize."),
 }
-CLASSIFY: Fields = {
-    **MODEL,
-    "input": loose("A text, token ids, or a list of either."),
-    "activation": flag("Probabilities, by the checkpoint's problem_type; false: the head's own numbers.", True),
-    **CUT,
-    **ADD_SPECIAL,
-}
-PAIRS: dict[str, Field] = {
-    "text_1": loose("vLLM's: a text, or a list."), "text_2": loose("vLLM's: a text, or a list of as many, or more."),
-    "activation": flag("vLLM's: of a cross-encoder's one label; the sigmoid, or as it says.", True), **CUT,
-}  # fmt: skip
+CLASSIFY: Fields = INPUT | heads.ACTIVATION
+PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))  # vLLM's words
 SCORING: dict[str, Field] = {  # SGLang's
     "query": loose("A text, or token ids."), "items": loose("Texts, or lists of token ids."),
     "label_token_ids": loose("The ids whose probabilities are asked for.", "array"),
@@ -58,14 +46,15 @@ SCORING: dict[str, Field] = {  # SGLang's
     "temperature": loose("Of the softmax.", "number"),
     "return_pooled_hidden_states": loose("Of a classifier: what its head reads of each item, too.", "boolean"),
 }  # fmt: skip
-SCORE: Fields = {**MODEL, **SCORING, **PAIRS}
+OF_PAIRS: Fields = dict.fromkeys(sum(PAIRS, ()), loose("vLLM's: a text, or a list; the second of as many, or more."))
+SCORE: Fields = {**MODEL, **OF_PAIRS, **SCORING, **heads.ACTIVATION, **CUT}
 RERANK: Fields = {
     **MODEL,
     "query": loose("A text.", "string"),
     "documents": loose("Texts.", "array"),
     "top_n": whole("So many of the best.", 1, 1 << 20),
     "return_documents": flag("The documents beside their scores.", True),
-    "activation": flag("vLLM's: as text_1 and text_2 are scored, under /rerank and /v2/rerank.", True),
+    **heads.ACTIVATION,
     **CUT,
 }
 ENCODE: Fields = MODEL | {
@@ -88,6 +77,16 @@ def _usage(outputs: list[Output]) -> dict[str, Any]:
 
 def _head(prefix: str, model: str) -> dict[str, Any]:
     return {"id": new_id(prefix), "object": "list", "created": int(time.time()), "model": model}
+
+
+def _prompts(body: Mapping[str, Any], given: Mapping[str, Any], engine: Engine) -> tuple[Any, int, Any]:
+    """(texts or ids, how many, images) of the input or of a chat. Errors: ApiError; those of the tokenizer."""
+    if given["messages"] is None or given["input"] is not None:
+        refuse_chat(body, "input")
+        return *_inputs(given, engine), None
+    cut, chat = _cut(given, engine), chat_options(given, has_grammar=False)
+    ids, images = chat_prompt(engine, chat, body.get("add_special_tokens") is True)
+    return cut.cut(ids, engine._parts.context_length, images) if cut else ids, 1, images or None
 
 
 def _inputs(given: Mapping[str, Any], engine: Engine) -> tuple[Any, int]:
@@ -120,14 +119,9 @@ def _ids(texts: list[str], engine: Engine, add_special: bool, cut: Truncation | 
 
 def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """Errors: ApiError."""
-    given, images = take(body, EMBEDDINGS), []
+    given = take(body, EMBEDDINGS)
     as_base64 = given["encoding_format"] == "base64"
-    if given["messages"] is None:
-        prompts, count = _inputs(given, engine)
-    else:
-        cut, chat, count = _cut(given, engine), chat_options(given, has_grammar=False), 1
-        prompts, images = chat_prompt(engine, chat, chat.template_values, body.get("add_special_tokens") is True)
-        prompts = cut.cut(prompts, engine._parts.context_length, images) if cut else prompts
+    prompts, count, images = _prompts(body, given, engine)
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         data = []
@@ -137,9 +131,9 @@ def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
             data.append({"object": "embedding", "index": index, "embedding": value})
         return {**_head("embd-", model), "data": data, "usage": _usage(outputs)}
 
-    words = WORDS if given["messages"] is None else {}
-    asked = EncodeReqInput(prompts, images or None, dimensions=given["dimensions"], normalize=given["normalize"])
-    return Plan(asked, count, answer, words=words)
+    normalize = heads.wanted(given, None, "normalize")
+    asked = EncodeReqInput(prompts, images, dimensions=given["dimensions"], normalize=normalize)
+    return Plan(asked, count, answer, words=WORDS if given["messages"] is None else {})
 
 
 def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
@@ -148,9 +142,9 @@ def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     if parts.spec.num_labels is None:
         told = "this model is no classifier; serve a checkpoint of …ForSequenceClassification."
         raise ApiError(400, told, "model", "unsupported_feature")
-    prompts, count = ([], 0) if given["input"] == [] else _inputs(given, engine)
+    prompts, count, images = ([], 0, None) if given["input"] == [] else _prompts(body, given, engine)
     config = hf_config(parts)
-    names, activation = config.get("id2label") or {}, heads.of_labels(config, given["activation"])
+    names, activation = config.get("id2label") or {}, heads.of_labels(config, heads.wanted(given, True))
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         data = []
@@ -161,7 +155,9 @@ def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
                          "num_classes": len(found)})  # fmt: skip
         return {**_head("classify-", model), "data": data, "usage": _usage(outputs)}
 
-    return Plan(EncodeReqInput(prompts), max(count, 1), answer, words=WORDS)
+    return Plan(
+        EncodeReqInput(prompts, images), max(count, 1), answer, words=WORDS if given["messages"] is None else {}
+    )
 
 
 def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
@@ -179,16 +175,18 @@ def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
 
 
 def score(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
-    """SGLang's words (query, items) or vLLM's (text_1, text_2). Errors: ApiError; those of Engine.score."""
+    """SGLang's words (query, items) or vLLM's, of pairs. Errors: ApiError; those of Engine.score."""
     given = take(body, SCORE)
-    asked = {name: given[name] for name in SCORING if given[name] is not None}
-    if given["text_1"] is not None or given["text_2"] is not None:
-        for name in asked:
-            raise unsupported(name, f"{name} is for query and items; leave it out beside text_1 and text_2.")
-        return _pairs(given, engine, model)
+    asked = {name: given[name] for name in (*SCORING, *OF_PAIRS) if given[name] is not None}
+    named = max(PAIRS, key=lambda pair: (pair[0] in asked, pair[1] in asked))
+    form = tuple(SCORING) if "query" in asked or asked.keys() <= SCORING.keys() else named
+    for name in sorted(asked.keys() - set(form)):
+        raise unsupported(name, f"{name} does not go with {form[0]}; leave it out.")
+    if form == named:
+        return _pairs(given, engine, model, *named)
     if given["truncate_prompt_tokens"] is not None:
         raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is for text_1 and text_2; cut the items.")
-    if not given["activation"]:
+    if not heads.wanted(given, True):
         raise unsupported("activation", "activation is for text_1 and text_2; of items apply_softmax says it.")
     spec = engine._parts.spec
     scoring = Scoring.of(ScoreReqInput(**asked), spec.num_labels is None, spec.vocab_size)
@@ -205,24 +203,24 @@ def score(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     return Plan(scoring.input(), len(scoring.prompts) * (1 + hidden), answer, hidden=hidden)
 
 
-def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Plan:
+def _pairs(given: Mapping[str, Any], engine: Engine, model: str, one: str, other: str) -> Plan:
     """vLLM's scores: of a cross-encoder its label, of an embedding model the cosine."""
-    first, second = _texts(given, "text_1"), _texts(given, "text_2")
+    first, second = _texts(given, one), _texts(given, other)
     first = first * len(second) if len(first) == 1 else first
     if len(first) != len(second):
-        raise invalid("text_2", f"text_2 must have as many texts as text_1 ({len(first)}), got {len(second)}.")
+        raise invalid(other, f"{other} must have as many texts as {one} ({len(first)}), got {len(second)}.")
     crossed, pairs = engine._parts.spec.num_labels is not None, list(zip(first, second, strict=True))
     cut, texts = _cut(given, engine), first + second
     apart: Any = _ids(texts, engine, True, cut) if cut and not crossed else texts
     request = EncodeReqInput(_pair_ids(engine, pairs, cut) if crossed else apart)
-    activation = _activation(engine, given["activation"])
+    activation = _activation(engine, heads.wanted(given, True))
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         vectors = [output["embedding"] for output in _complete(outputs)]
         if crossed:
             scores = [_label(vector, activation) for vector in vectors]
         else:
-            scores = [_cosine(a, b) for a, b in zip(vectors[: len(first)], vectors[len(first) :], strict=True)]
+            scores = [heads.cosine(a, b) for a, b in zip(vectors[: len(first)], vectors[len(first) :], strict=True)]
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
         return {**_head("score-", model), "data": data, "usage": _usage(outputs)}
 
@@ -255,12 +253,6 @@ def _label(vector: list[float], activation: heads.Activation) -> float:
     return activation(vector)[0]
 
 
-def _cosine(a: list[float], b: list[float]) -> float:
-    dot, first, second = (math.fsum(map(mul, x, y)) for x, y in ((a, b), (a, a), (b, b)))
-    norms = math.sqrt(first) * math.sqrt(second)
-    return dot / norms if norms else 0.0
-
-
 def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> Plan:
     """Documents, the best first: [{"score", "document", "index"}] as SGLang's with the scores of `Engine.rerank`, or
     `jina`'s {"results": [{"index", "document", "relevance_score"}]} with scores between 0 and 1, or as the checkpoint
@@ -274,7 +266,7 @@ def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> P
         raise invalid("documents", f"documents must be a list of texts, not empty, got {documents!r:.80}.")
     pairs = [[given["query"], document] for document in documents]
     request = EncodeReqInput(_pair_ids(engine, pairs, _cut(given, engine)))
-    activation = _activation(engine, jina and given["activation"])
+    activation = _activation(engine, heads.wanted(given, jina))
 
     def answer(outputs: list[Output]) -> Any:
         scores = [_label(output["embedding"], activation) for output in _complete(outputs)]

@@ -11,9 +11,24 @@ from fengine.server.answers import event, finish_reason, new_id
 from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
 from fengine.server.chat_body import CHAT
 from fengine.server.errors import ApiError, invalid, missing, unsupported
-from fengine.server.fields import MODEL, Fields, array, flag, loose, one_of, record, sampling_fields, take, text, whole
+from fengine.server.fields import (
+    CALL,
+    GRAMMAR_FIELDS,
+    MODEL,
+    Fields,
+    array,
+    flag,
+    loose,
+    one_of,
+    record,
+    sampling_fields,
+    take,
+    text,
+    whole,
+)
 
-AS_IN_CHATS = ("model", "stream", "parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "lora_path", "rid")
+AS_IN_CHATS = ("model", "stream", "parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "lora_path", "rid",
+               "request_id", "cache_salt", "priority", "structured_outputs")  # fmt: skip
 FIELDS: Fields = {
     **MODEL,
     "input": loose("A text, or a list of messages, calls and their results."),
@@ -28,8 +43,8 @@ FIELDS: Fields = {
     "top_logprobs": whole("Likeliest tokens at each position.", 0, 20),
     "truncation": one_of("disabled: an input that is too long is refused.", "disabled", default="disabled"),
     "chat_template_kwargs": loose("Variables of the chat template.", "object"),
-    "lora_path": text("The name of an adapter."),
-    "rid": text("The response's id for /abort_request."),
+    **{name: CALL[name] for name in ("lora_path", "rid", "request_id", "cache_salt", "priority")},
+    "structured_outputs": GRAMMAR_FIELDS["structured_outputs"],
     **{name: field for name, field in sampling_fields().items() if name not in ("n", "stop")},
     "stop": loose("Texts that end the output."),
 }
@@ -192,7 +207,8 @@ class ResponseWriter(BlockWriter):
         inside = at if call else at | {"content_index": 0}
         named = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}[block.kind]
         if did == "delta":
-            more = {"logprobs": []} if block.kind == "text" else {}
+            more = {"logprobs": block.logprobs[block.streamed :]} if block.kind == "text" else {}
+            block.streamed = len(block.logprobs)
             return self._event(f"response.{named}.delta", **inside, delta=said, **more)
         if did == "open":
             shown = {**item, "arguments": ""} if call else item

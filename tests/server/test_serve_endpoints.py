@@ -184,7 +184,13 @@ def test_weights_and_adapters_need_the_admin_key(engine: Engine, server: Live) -
     texts = [post(server, "/v1/completions", {"model": name, "prompt": PROMPT, "temperature": 0})["choices"][0]["text"]
              for name in ("sql", "more", "box:more", "box", "default")]  # fmt: skip
     assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4]
+    for lora_path, name, status in ((adapter, "more", 400), (str(BOX), "other", 400), ("/nowhere", "other", 404)):
+        answer = server.ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": lora_path}, **KEY)
+        assert answer.status == status and answer.json["error"]["message"]
+    answer = server.ask("POST", "/load_lora_adapter", {"lora_name": "other", "lora_path": "/nowhere"}, **KEY)
+    assert (answer.status, answer.json["success"]) == (400, False)  # SGLang's
     assert post(server, "/unload_lora_adapter", {"lora_name": "more"}, **KEY)["success"]
+    assert server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": "more"}, **KEY).status == 404
     with live(engine) as other:
         answer = other.ask("POST", "/update_weights_from_disk", {"model_path": path}, **KEY)
         assert (answer.status, answer.error["code"]) == (403, "no_admin_key")
@@ -282,6 +288,7 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
             assert told["usage"]["prompt_tokens"] == sum(map(len, meant)) and told["usage"]["completion_tokens"] == 0
         raw = post(server, "/v1/embeddings", {"input": PROMPT, "normalize": False})["data"][0]["embedding"]
         assert raw == engine.encode(PROMPT, normalize=False)["embedding"] != expected[0]["embedding"]
+        assert raw == post(server, "/v1/embeddings", {"input": PROMPT, "use_activation": False})["data"][0]["embedding"]
         for empty in ("", ["a", ""]):
             answer = server.ask("POST", "/v1/embeddings", {"input": empty})
             assert (answer.status, answer.error["param"]) == (400, "input")
@@ -347,6 +354,9 @@ def test_a_classifier_tells_labels(tmp_path: Path) -> None:
         short = post(server, "/classify", {"input": "a b c d e f", "truncate_prompt_tokens": 3})
         assert short["usage"]["prompt_tokens"] == 3 and post(server, "/classify", {"input": []})["data"] == []
         assert post(server, "/invocations", {"input": texts})["data"] == told["data"]
+        for path in ("/classify", "/v1/classify", "/invocations"):
+            (one,) = post(server, path, {"messages": CHAT, "use_activation": False})["data"]
+            assert one["probs"] == engine.encode([engine.chat_ids(CHAT)])[0]["embedding"]
         asked = {"query": PROMPT, "items": texts, "return_pooled_hidden_states": True}
         expected, found = engine.score(**asked), post(server, "/v1/score", asked)
         assert found["scores"] == expected and found["usage"]["prompt_tokens"] == expected.prompt_tokens
@@ -376,6 +386,11 @@ def test_a_cross_encoder_answers_in_three_forms(tmp_path: Path) -> None:
             assert [one["score"] for one in post(server, "/score", pairs)["data"]] == pytest.approx(sigmoids)
             bare = post(server, "/score", {**pairs, "activation": False})["data"]
             assert [one["score"] for one in bare] == raw
+            for one, other in (("data_1", "data_2"), ("queries", "documents"), ("queries", "items")):
+                found = post(server, "/score", {one: query, other: documents, "use_activation": False})["data"]
+                assert [one["score"] for one in found] == raw
+            shares = post(server, "/v1/rerank", {**asked, "use_activation": True})
+            assert [one["score"] for one in shares] == pytest.approx([sigmoids[i] for i in order])
             identity, file = "torch.nn.modules.linear.Identity", "config_sentence_transformers.json"
             for name, said, none in (
                 ("config.json", {"sbert_ce_default_activation_function": identity}, {}),
@@ -493,6 +508,22 @@ def test_ids_logprobs_and_hidden_states_of_prompts(engine: Engine, server: Live)
     assert first is None and len(rest) == len(ids) - 1
     for told, (logprob, id, _) in zip(rest, meant["meta_info"]["input_token_logprobs"][1:], strict=True):
         assert told[str(id)]["logprob"] == logprob and 3 <= len(told) <= 4
+    by_id = {"logprob_token_ids": [7, 9], "logprobs": 1, "return_tokens_as_token_ids": True}
+    (choice,) = post(server, "/v1/completions", {**asked, **by_id, "prompt_logprobs": 0, "echo": True})["choices"]
+    meant = engine.generate(PROMPT, {"temperature": 0, "max_new_tokens": 3}, return_logprob=True, logprob_start_len=0,
+                            token_ids_logprob=[7, 9])["meta_info"]  # fmt: skip
+    for side, at in (("input", slice(1, len(ids))), ("output", slice(len(ids), None))):
+        told = choice["logprobs"]["top_logprobs"][at]
+        assert [(one["token_id:7"], one["token_id:9"]) for one in told] == [
+            (seven, nine) for (seven, *_), (nine, *_) in meant[f"{side}_token_ids_logprobs"][-len(told) :]
+        ]
+    chat = {"messages": CHAT, "max_tokens": 2, "logprobs": True, "top_logprobs": 1, "logprob_token_ids": [7, 9]}
+    (choice,) = post(server, "/v1/chat/completions", {**chat, "allowed_token_ids": [9, 11], "ignore_eos": True})[
+        "choices"
+    ]
+    for one in choice["logprobs"]["content"]:
+        told = [other["token_id"] for other in one["top_logprobs"]]
+        assert sorted(told) == sorted({7, 9, one["token_id"]}) and len(told) == len(set(told))
     (few,) = post(server, "/v1/completions", {**asked, "logprobs": 3, "prompt_logprobs": 1})["choices"]
     assert all(len(told) <= 2 for told in few["prompt_logprobs"][1:])  # the token, and the likeliest
     plain = post(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1})["choices"][0]
@@ -518,6 +549,44 @@ def test_usage_is_that_of_each_choice_and_of_each_prompt_once(engine: Engine, se
     metas = [{"prompt_tokens": n, "completion_tokens": 1, "cached_tokens": n - 1} for n in (5, 5, 9, 9)]
     usage = usage_of([{"meta_info": meta} for meta in metas], 2)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 12} and usage["total_tokens"] == 18
+
+
+def test_what_a_tool_or_an_output_has_in_messages() -> None:
+    tool: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}, "strict": True, "defer_loading": False}
+    body: dict[str, Any] = {"messages": CHAT, "max_tokens": 1, "tools": [tool], "cache_salt": "a"}
+    form = {"type": "json_schema", "schema": {"type": "array"}}
+    told = to_chat(body | {"output_config": {"format": form, "effort": "max"}})
+    assert told["tools"][0]["function"]["strict"] is True and told["cache_salt"] == "a"
+    assert told["response_format"] == {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}
+    assert read_chat(told, 1).chat_options.reasoning_effort == "max"
+    for change in (
+        {"tools": [tool | {"defer_loading": True}]},
+        {"tools": [tool | {"input_examples": [{}]}]},
+        {"tool_choice": {"type": "auto", "names": ["f"]}},
+        {"thinking": {"type": "enabled", "budget": 3}},
+        {"output_config": {"format": {"type": "xml"}}},
+        {"output_config": {"length": 3}},
+    ):
+        with pytest.raises(ApiError):
+            to_chat(body | change)
+
+
+def test_calls_and_thoughts_of_a_text_in_sglangs_words(server: Live) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    said = 'Hm.<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    asked: Any = {"text": said, "tools": [tool], "tool_call_parser": "qwen25"}
+    told = post(server, "/parse_function_call", asked)
+    assert told == {"normal_text": "Hm.", "calls": [{"tool_index": 0, "name": "f", "parameters": '{"a": 1}'}]}
+    thought = {"text": "It is July.</think>Yes.", "reasoning_parser": "deepseek-r1"}
+    assert post(server, "/separate_reasoning", thought) == {"reasoning_text": "It is July.", "text": "Yes."}
+    for path, body, param in (
+        ("/parse_function_call", asked | {"tool_call_parser": "none"}, "tool_call_parser"),
+        ("/parse_function_call", asked | {"tools": [{}]}, "tools"),
+        ("/parse_function_call", asked | {"tools": None}, "tools"),
+        ("/separate_reasoning", thought | {"return_blocks": True}, "return_blocks"),
+    ):
+        answer = server.ask("POST", path, body)
+        assert (answer.status, answer.error["param"]) == (400, param)
 
 
 def test_a_templates_own_switch_goes_before_thinking() -> None:
@@ -764,6 +833,20 @@ REFUSED = [
     ("/generate", {"texts": "a"}, "texts"),
     ("/generate", {"sampling_params": {"temprature": 1}}, None),
     ("/generate", {"image_data": "x"}, "image_data"),
+    ("/v1/completions", {"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ("/v1/completions", {"logprobs": 1, "logprob_token_ids": [-1]}, "logprob_token_ids"),
+    ("/tokenize", {"prompt": "a", "messages": CHAT}, "messages"),
+    ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
+    ("/tokenize", {"messages": CHAT, "reasoning_effort": "low"}, "reasoning_effort"),
+    ("/v1/embeddings", {"input": "a", "messages": CHAT}, "messages"),
+    ("/v1/embeddings", {"input": "a", "continue_final_message": True}, "continue_final_message"),
+    (
+        "/v1/responses",
+        {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+        "structured_outputs",
+    ),
+    ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1], "text_1": "a"}, "text_1"),
+    ("/v1/score", {"data_1": "a", "text_2": "b"}, "text_2"),
     ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),
     ("/v1/score", {"text_1": "a", "text_2": "b", "return_pooled_hidden_states": True}, "return_pooled_hidden_states"),
     ("/v1/score", {"text_1": "a", "text_2": "b", "items": ["c"]}, "items"),
@@ -851,6 +934,18 @@ def test_responses_are_chats(engine: Engine, server: Live) -> None:
                                       top_logprobs=3, model="box", extra_body={"ignore_eos": True})  # fmt: skip
         assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert [len(one.top_logprobs) for one in cut.output[0].content[0].logprobs] == [3, 3]
+        streamed = list(
+            client.responses.create(input="a", include=["message.output_text.logprobs"], stream=True, **asked)
+        )
+        told = [one for event in streamed if event.type == "response.output_text.delta" for one in event.logprobs]
+        (done,) = (event for event in streamed if event.type == "response.output_text.done")
+        names = [one.token for one in done.logprobs]  # the last is the model's end, which has no text of its own
+        assert [one.token for one in told] == names[: len(told)] and len(told) in (len(names), len(names) - 1)
+    body = {"input": "a", "structured_outputs": {"regex": "[0-9]{3}"}}
+    assert re.fullmatch("[0-9]{3}", post(server, "/v1/responses", body)["output"][0]["content"][0]["text"])
+    again = [{"input": "A long story " * 20, "max_output_tokens": 1, "cache_salt": salt} for salt in ("a", "a", "b")]
+    cached = [post(server, "/v1/responses", body)["usage"]["input_tokens_details"]["cached_tokens"] for body in again]
+    assert cached[0] == cached[2] == 0 < cached[1]
 
 
 def test_tools_in_responses_and_messages(server: Live) -> None:

@@ -160,6 +160,7 @@ def test_thoughts_are_told_apart(client: Any, say: Any) -> None:
         asked["extra_body"] |= {"chat_template_kwargs": more}
         message = client.chat.completions.create(**asked).choices[0].message
         assert (message.reasoning_content, message.content) == ("It is July.", "Yes.")
+        assert message.reasoning == message.reasoning_content
         asked = say(text)
         asked["extra_body"] |= {"chat_template_kwargs": more, "separate_reasoning": False}
         assert client.chat.completions.create(**asked).choices[0].message.content == text
