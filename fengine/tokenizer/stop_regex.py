@@ -102,11 +102,12 @@ class StopRegex:
         self._states: list[_State] = []
         try:
             tree = parse(pattern)
+            self._flags: int = tree.state.flags
             self._accept = self._new([])
-            self._first = self._sequence(tree, tree.state.flags, self._accept)
+            self._first = self._sequence(tree, self._flags, self._accept)
         except (re.error, OverflowError, RecursionError) as error:
             raise InvalidRequestError(f"stop_regex {pattern!r} is not a regular expression: {error}") from None
-        self._word = re.compile(r"\w", tree.state.flags & re.ASCII)
+        self._word = re.compile(r"\w", self._flags & re.ASCII)
         self._memo: dict[tuple[Spot, str], tuple[Spot, bool]] = {}
         self._remembered = 0
         if self.ends(Spot()):
@@ -139,9 +140,17 @@ class StopRegex:
         if kind == "BRANCH":
             return self._new([self._sequence(items, flags, then) for items in value[1]])
         if kind == "AT":
-            at = str(value).removeprefix("AT_") + ("_LINE" if flags & re.MULTILINE else "")
-            return self._new([then], at=at)
+            return self._new([then], at=self._anchor(str(value).removeprefix("AT_"), flags))
         return self._new([then], one_character(f"stop_regex {self.pattern!r}", kind, value, flags))
+
+    def _anchor(self, name: str, flags: int) -> str:
+        """Errors: InvalidRequestError for edges of words where other characters make words than in the rest."""
+        if name.endswith("BOUNDARY") and (flags ^ self._flags) & re.ASCII:
+            raise InvalidRequestError(
+                f"stop_regex {self.pattern!r} has \\b or \\B in a group with an ASCII flag of its own, which is not "
+                "built; give the flag for the whole pattern: (?a)."
+            )
+        return name + ("_LINE" if flags & re.MULTILINE else "")
 
     def _repeat(self, low: int, high: int, items: Any, flags: int, then: int) -> int:
         end = then
