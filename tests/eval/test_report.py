@@ -229,6 +229,11 @@ def test_a_row_is_right_where_all_its_samples_are(score: Any, kind: int) -> None
     assert report_rows.kind_of({"scores": {"exact_match": score}}) == kind
 
 
+@pytest.mark.parametrize("score", ["judged", "found"])
+def test_a_row_without_a_verdict_is_not_wrong(score: str) -> None:
+    assert report_rows.kind_of({"scores": {score: False}}) == report_rows.SCORED
+
+
 def test_rows_are_chosen_by_kind_and_evenly() -> None:
     kinds = [0] * 10 + [1] * 3000 + [2] * 90_000
     kept = report_rows.chosen(kinds, 1000)

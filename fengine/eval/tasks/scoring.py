@@ -19,6 +19,7 @@ from fengine.eval.tasks.task import Answer
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 # Scores that say right or wrong, the first that is there.
 PRIMARY = (*(f"{match}_match" for match in "exact prefix contains number regex json".split()), "acc", "judge")
+TOLD = ("found", "judged")  # whether there was something to score: neither right nor wrong
 NORMAL_FORMS: dict[str, Callable[[str], str]] = {
     "strip": str.strip,  # no white space around it
     "blanks": lambda text: " ".join(text.split()),  # any run of white space is one blank; none around
@@ -32,7 +33,8 @@ NORMAL_FORMS: dict[str, Callable[[str], str]] = {
 def primary(scores: dict[str, Any]) -> str | None:
     """The score that says whether a row is right. Pure."""
     known = [name for name in PRIMARY if isinstance(scores.get(name), (bool, int, float))]
-    return next(iter([*known, *(name for name, value in scores.items() if isinstance(value, bool))]), None)
+    others = (name for name, value in scores.items() if isinstance(value, bool) and name not in TOLD)
+    return next(iter([*known, *others]), None)
 
 
 def normal(text: str, forms: Iterable[str]) -> str:

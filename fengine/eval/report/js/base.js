@@ -156,7 +156,7 @@ document.getElementById("theme").addEventListener("click", () => {
   theme = theme === "auto" ? (dark.matches ? "light" : "dark") : theme === "light" ? "dark" : "light";
   applyTheme();
 });
-dark.addEventListener("change", applyTheme);
+for (const media of [dark, matchMedia("print")]) media.addEventListener("change", applyTheme); // paper is white
 const colour = (name) => {
   if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
   return colours.get(name);

@@ -127,7 +127,11 @@ function diffRows(data) {
   const show = (one) => {
     const heats = [],
       pairs = [];
-    const back = button("‹ All rows", () => browse.classList.remove("open"), { cls: "quiet back" });
+    const close = () => {
+      browse.classList.remove("open");
+      list.focus();
+    };
+    const back = button("‹ All rows", close, { cls: "quiet back" });
     if (one.pair) {
       for (let i = 0; i < Math.max(one.pair[0].a.length, one.pair[1].a.length); i++) {
         pairs.push(
@@ -210,6 +214,7 @@ function diffRows(data) {
       {
         cls: "item",
         role: "option",
+        id: `differs-${firsts.indexOf(one)}`,
         "aria-selected": "false",
         style: { position: "relative" },
         onclick: () => pick(items.indexOf(node(one))),
@@ -234,6 +239,7 @@ function diffRows(data) {
     at = Math.max(0, Math.min(items.length - 1, i));
     items.forEach((item, k) => item.setAttribute("aria-selected", String(k === at)));
     items[at].scrollIntoView({ block: "nearest" });
+    list.setAttribute("aria-activedescendant", items[at].id);
     show(firsts[at]);
     if (open) browse.classList.add("open");
   }
@@ -242,7 +248,7 @@ function diffRows(data) {
     if (by) {
       e.preventDefault();
       pick(at + by, false);
-    }
+    } else if (e.key === "Enter") browse.classList.add("open");
   });
   list.append(...items);
   browse.append(list, detail);

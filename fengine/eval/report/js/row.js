@@ -96,12 +96,12 @@ function rowView(ctx, row, extra) {
     ),
   );
   const prompts = row.p.map(
-    (p) =>
+    (p, i) =>
       p.length > 0 &&
       el(
         "div",
         {},
-        el("h3", { style: { margin: "2px 0 6px" } }, row.p.length > 1 ? "Prompts" : "Prompt"),
+        el("h3", { style: { margin: "2px 0 6px" } }, row.p.length > 1 ? `Prompt ${i + 1}` : "Prompt"),
         promptBlock(ctx, p),
       ),
   );
@@ -162,7 +162,7 @@ function rowView(ctx, row, extra) {
               "tbody",
               {},
               columns.map(([k, v]) =>
-                el("tr", {}, el("td", { cls: "key" }, k), el("td", { style: { "white-space": "pre-wrap" } }, v)),
+                el("tr", {}, el("td", { cls: "key" }, k), el("td", { style: { "white-space": "pre-wrap" } }, v.length > 1000 ? el("div", { cls: "long", tabindex: "0" }, v) : v)),
               ),
             ),
           ),

@@ -14,7 +14,7 @@ function rowsView(run) {
           .map((a) => a.t)
           .join(" ⏐ ")
           .slice(0, 300);
-    row.expected = run.target && (row.d || []).find(([k]) => k === run.target)?.[1];
+    row.expected = (row.d || []).find(([k]) => k === run.target)?.[1];
     if (row.sc?.picked !== undefined) row.say = String(row.sc.picked);
     if (row.s === 1 && row.expected !== undefined) row.say = `expected \u2068${row.expected.slice(0, 100)}\u2069, got ${row.say.trim() || "nothing"}`;
     row.find =

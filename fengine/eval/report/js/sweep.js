@@ -174,19 +174,20 @@ function gridView(sweep) {
       same = [...Array(rows).keys()].filter((i) => grid.kinds.every((k) => k[i] === grid.kinds[0][i])).length;
     const labels = labelsOf(grid.points.map((i) => sweep.points[i])),
       label = (i) => labels[i],
-      line = 20,
-      room = 240;
+      line = 20;
+    let wide = 0;
     const { node, canvas } = surface(grid.points.length * line + 2, (pen, width) => {
       const inks = ["--failed", "--wrong", "--right", "--scored"].map(colour),
-        wide = width < 520 ? 150 : room,
-        cell = (width - wide) / rows;
+        measured = (text) => pen.measureText(text).width;
       pen.font = "12px sans-serif";
+      wide = Math.min(Math.max(...labels.map(measured)) + 12, width * 0.5);
+      const cell = (width - wide) / rows;
       pen.textBaseline = "middle";
       grid.kinds.forEach((kinds, y) => {
         pen.globalAlpha = 1;
         pen.fillStyle = colour("--ink");
         let text = label(y);
-        while (text.length > 3 && pen.measureText(text).width > wide - 12)
+        while (text.length > 3 && measured(text) > wide - 11)
           text = `${text.slice(0, -2)}…`.replace("……", "…");
         pen.fillText(text, 0, y * line + line / 2);
         for (let i = 0; i < rows; i++) {
@@ -197,8 +198,7 @@ function gridView(sweep) {
       });
     });
     canvas.addEventListener("mousemove", (e) => {
-      const wide = canvas.clientWidth < 520 ? 150 : room,
-        i = Math.floor((e.offsetX - wide) / ((canvas.clientWidth - wide) / rows)),
+      const i = Math.floor((e.offsetX - wide) / ((canvas.clientWidth - wide) / rows)),
         y = Math.floor(e.offsetY / line);
       if (i >= 0 && i < rows && grid.kinds[y])
         showTip(e.clientX, e.clientY, `row ${i + 1} · ${label(y)}\n${KINDS[grid.kinds[y][i]]}`);
@@ -246,6 +246,6 @@ function sweepView(sweep) {
     sweep.folded.length
       ? card(null, el("details", {}, el("summary", {}, el("span", {}, `All ${whole(sweep.points.length)} points`)), sweepTable(sweep.points)))
       : card("Points", sweepTable(sweep.points)),
-    !sweep.folded.length && el("div", { cls: "stack" }, metricPlots(sweep.points, "row")),
+    !sweep.folded.length && !plots.length && el("div", { cls: "stack" }, metricPlots(sweep.points, "row")),
   );
 }
