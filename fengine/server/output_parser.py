@@ -136,6 +136,7 @@ class OutputParser:
         elif form is not None:
             own = {"harmony": _harmony, "llama": _LLAMA, "pythonic": _PYTHONIC}
             self._parts = own.get(form.name) or partial(_blocks, form)
+        self._begins = (form.begin,) if form is not None and form.begin and form.name != "harmony" else ()
         self._held, self._thought = "", False  # what is no part yet; whether any of the thought is told
         self._text, self._told = "", (0, 0, 0)  # of the answer; how much of its reasoning, content and calls
 
@@ -156,9 +157,16 @@ class OutputParser:
         return self._thinking(last)
 
     def _thinking(self, last: bool) -> Delta:
-        """White space around the thought is no part of it."""
+        """White space around the thought is no part of it. A call ends it, too, if no </think> comes behind."""
         text = self._held if self._thought else self._held.lstrip()
-        thought, marker, end = _cut(text, 0, ("</think>",), last)
+        thought, marker, end = _cut(text, 0, ("</think>", *self._begins), last)
+        if marker in self._begins:
+            whole, marker, end = _cut(text, 0, ("</think>",), last)
+            calls = [call for read in self._parts(text[len(thought) :], True)[2] if last for call in read()]
+            if marker or last and any(call.problem for call in calls):
+                thought = whole
+            elif last:
+                marker, end = "the call", len(thought)
         told = thought.rstrip()
         self._thought = self._thought or bool(told)
         if not marker:

@@ -201,6 +201,22 @@ def test_a_thought_without_an_end_and_one_that_the_prompt_began() -> None:
     assert parse_output("<think>x</think>", None) == Delta("", "<think>x</think>")
 
 
+@pytest.mark.parametrize("name", [one.name for one in FORMATS if one.begin and one.name != "harmony"])
+def test_a_call_ends_a_thought_that_has_no_other_end(name: str) -> None:
+    form, calls = next((text, calls) for kind, text, _, calls in CASES if kind == name and calls[-1] == ROME)
+    call = form[form.index(BY_NAME[name].begin) :]
+    for text, wanted in (
+        (f"<think>\nHm.\n{call}", ("Hm.", "", calls)),
+        (f"<think>{call}", ("", "", calls)),
+        (f"<think>I could {call}, or not.\n</think>\nNo.", (f"I could {call}, or not.", "No.", [])),
+        (f"<think>It begins with {BY_NAME[name].begin} and", (f"It begins with {BY_NAME[name].begin} and", "", [])),
+    ):
+        for pieces in ([text], list(text)):
+            found = streamed(OutputParser(BY_NAME[name], thinks=True), pieces)
+            told = [(call.name, call.arguments) for call in found.calls]
+            assert (found.reasoning, found.content, told) == wanted
+
+
 def test_templates_tell_their_format() -> None:
     for source, name in (
         ("{% if tools %}<tool_call>", "hermes"),
