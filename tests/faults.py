@@ -31,6 +31,19 @@ class Faults:
             return True
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
+    def undurable(self) -> list[str]:
+        """Files that got a name, or were left, with something written that a power failure takes: not synced since."""
+        written, found = dict[str, None](), []
+        for name, path in (call.split(" ", 1) for call in self.calls):
+            if name in ("write", "pwrite", "truncate", "ftruncate"):
+                written[path] = None
+            elif name == "fsync":
+                written.pop(path, None)
+            elif name in ("replace", "rename") and path in written:
+                found.append(path)
+                del written[path]
+        return found + list(written)
+
     def install(self, patch: pytest.MonkeyPatch) -> None:
         by_path = ("replace", "rename", "truncate", "link", "unlink", "mkdir")
         for name in by_path:

@@ -83,6 +83,7 @@ def test_each_call_of_a_run_fails_once(
         shutil.rmtree(folder)
         number += 1
     assert not quiet, quiet
+    assert faults.undurable() == ["/lock", "/trace.json"]  # who holds it, and a drawing of the steps
     assert number > (30 if damaged else 40) and {call.split()[0] for call in faults.calls} >= {"open", "write", "fsync"}
 
 
@@ -120,6 +121,7 @@ def test_each_call_of_a_run_of_prompts_fails_once(
         assert code in (0, 2) and (not out.exists() or out.read_bytes() == whole), call
         assert prompts(folder) == 0 and out.read_bytes() == whole, call
         number += 1
+    assert faults.undurable() == ["/o.jsonl.run/lock"]
     assert number > 30 and any(".o.jsonl." in call for call in faults.calls)
 
 

@@ -254,6 +254,7 @@ def test_max_errors_stops_the_run(engines: list[FakeEngine], capsys: pytest.Capt
     assert not Path("o.jsonl").exists()
     assert [row["data"]["prompt"] for row in journaled("o.jsonl.run") if "error" in row] == ["too long 1", "too long 2"]
     assert "stopped by max_errors=1" in capsys.readouterr().out
+    assert run.main([*words, "max_errors=2"]) == run.FAILED and Path("o.jsonl").exists()  # as many as may fail
 
 
 def test_an_interrupt_keeps_what_is_finished(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,6 @@ class Loop:
                     task.cancel()
                 await asyncio.gather(ticker, *self.flight, return_exceptions=True)
                 self._drain()
-            self.job.journal.sync()
 
     async def _feed(self) -> None:
         """Keeps the window full, until all rows are there or the run is over."""
