@@ -46,12 +46,13 @@ FILES = (
     "core/*.py", "engine/engine_core.py", "engine/inbox.py", "engine/output_processor.py", "engine/request_state.py",
     "engine/stepper.py", "engine/readout.py", "engine/steering.py", "api/sessions.py", "api/streams.py",
     "speculative/ngram.py", "speculative/pace.py", "speculative/draft.py", "speculative/chain.py",
-    "speculative/proposers.py", "eval/runs/journal.py",
+    "speculative/proposers.py", "speculative/memo.py", "speculative/ahead.py", "eval/runs/journal.py",
 )  # fmt: skip
 QUEUE = ("unit/test_scheduler.py", "unit/test_prefix_cache.py", "unit/test_pages.py", "unit/test_window_pages.py",
          "unit/test_adapter_slots.py", "unit/test_image_rows.py", "unit/test_request.py")  # fmt: skip
 OPTIONS = ("unit/test_request.py", "engine/test_server_args.py", "engine/test_api_options.py")
-DRAFTS = ("unit/test_pace.py", "engine/test_draft.py", "engine/test_drafts_beside.py", "engine/test_speculation.py")
+DRAFTS = ("unit/test_pace.py", "engine/test_drafts_with_all.py", "engine/test_draft.py", "engine/test_drafts_beside.py",
+          "engine/test_speculation.py")  # fmt: skip
 BESIDE = {  # by how the name of a file begins: the first that fits
     "core/sampling_params": OPTIONS, "core/parameter_kinds": OPTIONS, "core/scalars": OPTIONS,
     "core/plain": ("engine/test_plain.py",), "core/recording": ("engine/test_recording.py",),
