@@ -19,7 +19,7 @@ import torch
 from fengine.api.replica import Server
 from fengine.config import EngineConfig, ParallelConfig
 from fengine.core.plain import from_plain
-from fengine.core.request import Request, SamplingParams, Status
+from fengine.core.request import ABORTED, FinishReason, Request, SamplingParams, Status
 from fengine.engine.parallel import replicas, routing
 from fengine.engine.parallel.child import NOTHING
 from fengine.engine.parallel.progress import progress, take
@@ -50,6 +50,10 @@ class Process:
         for plain, _ in value.get("add", ()):
             request = from_plain(Request, plain, NOTHING)
             self.requests[request.rid] = request
+        if "abort" in value:
+            meant = self.requests if value["abort"] is None else value["abort"]
+            for rid in [rid for rid in self.requests if rid in meant]:
+                self.finish(rid, [], {"type": "abort", "message": ABORTED})
         self.answer(value.get("ask", ()))
 
     def answer(self, asked: Sequence[Any]) -> None:
@@ -57,12 +61,12 @@ class Process:
             refused = arguments.get("version") in REFUSED
             self.hear({"answer": number, "value": [False, "no files"] if refused else {"rank": self.rank}})
 
-    def finish(self, rid: str, tokens: list[int]) -> None:
+    def finish(self, rid: str, tokens: list[int], finish: FinishReason | None = None) -> None:
         """The request ends with these tokens."""
         request = self.requests.pop(rid)
         request.token_ids += tokens
         request.logprobs += [0.0] * len(tokens)
-        request.status, request.finish = Status.FINISHED, {"type": "length", "length": len(tokens)}
+        request.status, request.finish = Status.FINISHED, finish or {"type": "length", "length": len(tokens)}
         state = RequestState(
             request, None, False, lambda _: None, output=RequestOutput("", len(tokens), request.finish)
         )
@@ -83,8 +87,8 @@ class Calls:
         self.core, self.ended = core, queue.SimpleQueue[RequestState]()
         self.states: dict[str, RequestState] = {}
 
-    def submit(self, ids: list[int], **fields: Any) -> str:
-        rid = f"r{len(self.states)}"
+    def submit(self, ids: list[int], rid: str | None = None, **fields: Any) -> str:
+        rid = rid or f"r{len(self.states)}"
         request = Request(rid, len(ids), list(ids), SamplingParams(), 0, 100, frozenset(), **fields)
         notify = lambda state: self.ended.put(state) if state.done else None  # noqa: E731
         self.states[rid] = RequestState(request, None, False, notify)
@@ -368,6 +372,47 @@ def test_one_that_dies_while_it_starts_is_started_again_a_few_times(
     calls.finish(calls.submit([1]))
     with pytest.raises(EngineDeadError, match="replica 1 of 2 has ended"):
         calls.submit([1], dp_rank=1)
+
+
+@pytest.mark.parametrize("calls", [True], indirect=True)
+def test_in_any_order_each_request_ends_once_by_what_became_of_it(calls: Calls) -> None:
+    """Rids are used again, callers abort what has ended before, processes die with and without a word."""
+    rng, core, ever = random.Random(7), calls.core, list[RequestState]()
+
+    def ended(meant: Sequence[RequestState]) -> None:
+        assert {calls.ended.get(timeout=30) for _ in meant} == set(meant)
+
+    for count in range(400):
+        here = [state for each in core.replicas for state in each.open.values()]
+        what = rng.choice(["submit", "submit", "finish", "abort", "abort rids", "die"])
+        if what == "submit" and (free := sorted(set("abcdef") - {state.request.rid for state in here})):
+            ever.append(calls.states[calls.submit([count], rng.choice(free))])
+        elif what == "finish" and here:
+            state = rng.choice(here)
+            calls.finish(state.request.rid, [count, 1])
+            assert state.request.token_ids[1:] == [count, 1] and state.error is None
+        elif what == "abort" and ever:
+            state = rng.choice(ever[-9:])
+            core.abort([state])
+            ended([state] if state in here else [])
+        elif what == "abort rids":
+            rids = None if rng.random() < 0.1 else set(rng.sample("abcdefg", 2))
+            core.abort_rids(rids)
+            ended([state for state in here if rids is None or state.request.rid in rids])
+        elif what == "die":
+            rank, why = rng.randrange(2), rng.choice([None, "no memory"])
+            gone, process = list(core.replicas[rank].open.values()), calls.process(rank)
+            if why is not None:
+                process.hear({"error": why})
+            process.ended("was ended by SIGKILL")
+            ended(gone)
+            told = f"replica {rank} of 2 {'was ended by SIGKILL' if why is None else f'failed: {why}'}; its"
+            assert all(str(state.error).startswith(told) for state in gone)
+        for each in core.replicas:
+            assert each.open.keys() == calls.process(each.rank).requests.keys()
+        assert core.requests.states.keys() == {rid for each in core.replicas for rid in each.open}
+        assert calls.ended.empty()
+    assert len(ever) > 100 and sum(state.error is not None for state in ever) > 10
 
 
 def test_an_adapter_that_is_gone_is_not_told_again(calls: Calls) -> None:
