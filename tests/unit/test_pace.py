@@ -50,12 +50,13 @@ def test_what_can_be_guessed_is_nearly_as_fast_as_the_best_fixed_number(chance: 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), max_size=12), st.integers(1, 5))
 def test_a_pace_is_sure_where_a_try_in_vain_ends_in_another(tries: list[tuple[int, int]], tried: int) -> None:
-    pace = Pace(5, Cost(PRICE, 0.1))
-    for known, (count, right) in enumerate(tries):
+    pace, known = Pace(5, Cost(PRICE, 0.1)), 0
+    for count, right in tries:
+        known = max(known, pace.resume_at) + 1  # not while it rests
         pace.learn(count, min(right, count), known)
-    sure = pace.sure(tried)
-    pace.learn(tried, 0, 99)
-    assert sure == (pace.resume_at < 99)
+    sure, known = pace.sure(tried), max(known, pace.resume_at) + 1
+    pace.learn(tried, 0, known)
+    assert sure == (pace.resume_at < known)
 
 
 def test_who_is_not_tried_for_long_is_as_new_again() -> None:
