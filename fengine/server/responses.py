@@ -211,10 +211,8 @@ class ResponseWriter(BlockWriter):
             block.streamed = len(block.logprobs)
             return self._event(f"response.{named}.delta", **inside, delta=said, **more)
         if did == "open":
-            shown = {**item, "arguments": ""} if call else item
-            opened = self._event("response.output_item.added", output_index=block.index, item=shown)
-            empty = _part(Block(block.kind, block.index))
-            return opened if call else opened + self._event("response.content_part.added", **inside, part=empty)
+            opened = self._event("response.output_item.added", output_index=block.index, item=item)
+            return opened if call else opened + self._event("response.content_part.added", **inside, part=_part(block))
         told: dict[str, Any] = {"arguments": said, "name": block.name} if call else {"text": said}
         if block.kind == "text":
             told["logprobs"] = block.logprobs
