@@ -144,7 +144,8 @@ def _message(message: Any, where: str) -> list[Any]:
         elif kind == "tool_result":
             results.append(_result(block, at))
         elif kind == "thinking":
-            told["reasoning_content"] = block.get("thinking")
+            thought = _texts([{"type": "text", "text": block.get("thinking")}], at)
+            told["reasoning_content"] = told.get("reasoning_content", "") + thought
         elif kind != "redacted_thinking":
             known = "text, image, tool_use, tool_result, thinking"
             raise invalid("messages", f"{at} has the type {kind!r:.80}, not {known}.")

@@ -128,6 +128,7 @@ def _messages(given: Any) -> list[Any]:
         follows = calls or last.get("reasoning_content") and not last["content"]
         if new["role"] == last.get("role") == "assistant" and follows:
             last["content"] = last["content"] or new["content"]
+            last |= {name: last[name] + new[name] for name in ("reasoning_content",) if name in new}
             last |= {"tool_calls": last.get("tool_calls", []) + calls} if calls else {}
         elif new.get("reasoning_content") != "":  # an empty thought says nothing
             messages.append(new)
