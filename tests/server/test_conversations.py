@@ -11,7 +11,8 @@ URL = "data:image/png;base64,aGk="
 
 def drawn(rng: random.Random) -> list[dict[str, Any]]:
     """A chat whose turns have thoughts, texts, images, calls and their results; each word is there once."""
-    count, chat = iter(range(10**6)), [{"role": "system", "content": "s"}]
+    chat: list[dict[str, Any]] = [{"role": "system", "content": "s"}]
+    count = iter(range(10**6))
     word = lambda: f"w{next(count)}"  # noqa: E731
     for _ in range(rng.randint(1, 4)):
         said: Any = [{"type": "text", "text": word()} for _ in range(rng.randint(1, 2))]
