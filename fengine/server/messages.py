@@ -29,6 +29,7 @@ FIELDS: Fields = {
     "output_config": record("format: {type: json_schema, schema}; effort, if the template asks for it."),
     "chat_template_kwargs": loose("Variables of the chat template.", "object"),
     "cache_salt": CALL["cache_salt"],
+    "cache_control": loose("Accepted: prefixes are shared anyway.", "object"),
 }
 COUNTED: Fields = {name: FIELDS[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking",
                                                    "output_config", "chat_template_kwargs")}  # fmt: skip

@@ -553,7 +553,8 @@ def test_usage_is_that_of_each_choice_and_of_each_prompt_once(engine: Engine, se
 
 def test_what_a_tool_or_an_output_has_in_messages() -> None:
     tool: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}, "strict": True, "defer_loading": False}
-    body: dict[str, Any] = {"messages": CHAT, "max_tokens": 1, "tools": [tool], "cache_salt": "a"}
+    body: dict[str, Any] = {"messages": CHAT, "max_tokens": 1, "tools": [tool], "cache_salt": "a",
+                            "cache_control": {"type": "ephemeral"}}  # fmt: skip
     form = {"type": "json_schema", "schema": {"type": "array"}}
     told = to_chat(body | {"output_config": {"format": form, "effort": "max"}})
     assert told["tools"][0]["function"]["strict"] is True and told["cache_salt"] == "a"
