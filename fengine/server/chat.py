@@ -166,12 +166,10 @@ class ChatWriter(ChoiceWriter):
         found = self.parsers[index].feed(output["text"], last=finish_reason(output) is not None)
         if self.thoughts:
             self.thoughts[index].feed(output["output_ids"])
-        content = found.content + "".join([call.text for call in found.calls if call.problem])
-        named = dict.fromkeys(("reasoning_content", "reasoning"), found.reasoning) | {
-            "content": content
-        }  # vLLM has both
+        named = dict.fromkeys(("reasoning_content", "reasoning"), found.reasoning)  # vLLM has both
+        named |= {"content": found.shown}
         if not self.chat.separate_reasoning:
-            named = {"content": found.reasoning + content}
+            named = {"content": found.reasoning + found.shown}
         told = {k: v for k, v in named.items() if v}
         return told | self._calls(index, found.calls, streamed) if found.calls else told
 

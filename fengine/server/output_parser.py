@@ -3,9 +3,9 @@ text so far have more than before; what may still change is held back."""
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fengine.errors import FengineError
 from fengine.server.tool_calls import (
@@ -23,16 +23,23 @@ OPENED = 8  # tokens at a prompt's end in which <think> is looked for
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message of harmony
-Read = Callable[[], list[ToolCall]]  # one block of calls that is complete
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a piece adds."""
+    """What a piece adds. `shown`: the content with calls that cannot be read, as text in their places."""
 
     reasoning: str = ""
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
+    shown: str = field(default="", compare=False)
+
+
+class Read(NamedTuple):
+    """One block of calls that is complete: behind how much of the content it stands, and what reads it."""
+
+    at: int
+    calls: Callable[[], list[ToolCall]]
 
 
 def _cut(text: str, at: int, markers: Sequence[str], last: bool) -> tuple[str, str, int]:
@@ -60,7 +67,8 @@ def _blocks(form: Format, text: str, last: bool) -> tuple[str, str, list[Read]]:
         body, marker, at = _cut(text, at, (form.end or form.begin,), last)
         if not marker and not last:
             break
-        calls.append(partial(_read_block, form, body, marker if form.end else ""))
+        before = (content.lstrip() if leads else content).rstrip()
+        calls.append(Read(len(before), partial(_read_block, form, body, marker if form.end else "")))
         if marker and form.end:
             more, marker, at = _cut(text, at, (form.begin,), last)
             content += more
@@ -83,7 +91,7 @@ def _bare(opening: str, read: Callable[[str], list[ToolCall]], text: str, last: 
     head = text.lstrip()
     if head.startswith((opening, PYTHON_TAG)) or not last and PYTHON_TAG.startswith(head):
         calls = read(text) if last else []
-        return "", text if last and not calls else "", [lambda: calls] if calls else []
+        return "", text if last and not calls else "", [Read(0, lambda: calls)] if calls else []
     return "", text, []
 
 
@@ -95,7 +103,7 @@ def _forced(text: str, last: bool) -> tuple[str, str, list[Read]]:
     calls = read_forced(text) if last else []
     if any(call.problem for call in calls):
         calls = []
-    return "", text if last and not calls else "", [lambda: calls] if calls else []
+    return "", text if last and not calls else "", [Read(0, lambda: calls)] if calls else []
 
 
 def _harmony(text: str, last: bool) -> tuple[str, str, list[Read]]:
@@ -113,7 +121,8 @@ def _harmony(text: str, last: bool) -> tuple[str, str, list[Read]]:
         if kind in parts:
             parts[kind] += body
         elif marker or last:
-            calls.append(partial(lambda *call: [call_of(*call)], {"name": name, "arguments": body}, body))
+            read = partial(lambda *call: [call_of(*call)], {"name": name, "arguments": body}, body)
+            calls.append(Read(len(parts["content"]), read))
         kind = "header"
     return parts["reasoning"], parts["content"], calls
 
@@ -162,7 +171,7 @@ class OutputParser:
         thought, marker, end = _cut(text, 0, ("</think>", *self._begins), last)
         if marker in self._begins:
             whole, marker, end = _cut(text, 0, ("</think>",), last)
-            calls = [call for read in self._parts(text[len(thought) :], True)[2] if last for call in read()]
+            calls = [call for read in self._parts(text[len(thought) :], True)[2] if last for call in read.calls()]
             if marker or last and any(call.problem for call in calls):
                 thought = whole
             elif last:
@@ -174,7 +183,7 @@ class OutputParser:
             return Delta(told)
         self._held, self._step = text[end:], self._behind
         found = self._behind(last)
-        return Delta(told + found.reasoning, found.content, found.calls)
+        return replace(found, reasoning=told + found.reasoning)
 
     def _behind(self, last: bool) -> Delta:
         """White space between the thought and the answer is no part of either."""
@@ -187,10 +196,14 @@ class OutputParser:
     def _answer(self, last: bool) -> Delta:
         self._text, self._held = self._text + self._held, ""
         reasoning, content, calls = self._parts(self._text, last)
-        a, b, c = self._told
+        a, start, c = self._told
         self._told = len(reasoning), len(content), len(calls)
-        made = tuple(call.typed(self._functions) for read in calls[c:] for call in read())
-        found = Delta(reasoning[a:], content[b:], made)
+        made, shown, b = list[ToolCall](), "", start
+        for read in calls[c:]:
+            told = [call.typed(self._functions) for call in read.calls()]
+            shown += content[b : max(b, read.at)] + "".join(call.text for call in told if call.problem)
+            made, b = made + told, max(b, read.at)
+        found = Delta(reasoning[a:], content[start:], tuple(made), shown + content[b:])
         if content and not reasoning and not calls and self._parts is not _harmony:
             self._settle(content)
         return found
