@@ -4,7 +4,7 @@ Bodies to the arguments of `Engine.encode` or `generate`, outputs to OpenAI's, S
 import base64
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -209,22 +209,37 @@ def _pairs(given: Mapping[str, Any], engine: Engine, model: str, one: str, other
     first = first * len(second) if len(first) == 1 else first
     if len(first) != len(second):
         raise invalid(other, f"{other} must have as many texts as {one} ({len(first)}), got {len(second)}.")
-    crossed, pairs = engine._parts.spec.num_labels is not None, list(zip(first, second, strict=True))
-    cut, texts = _cut(given, engine), first + second
-    apart: Any = _ids(texts, engine, True, cut) if cut and not crossed else texts
-    request = EncodeReqInput(_pair_ids(engine, pairs, cut) if crossed else apart)
-    activation = _activation(engine, heads.wanted(given, True))
+    request, rows, scores = _scored(engine, first, second, given, True)
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
-        vectors = [output["embedding"] for output in _complete(outputs)]
-        if crossed:
-            scores = [_label(vector, activation) for vector in vectors]
-        else:
-            scores = [heads.cosine(a, b) for a, b in zip(vectors[: len(first)], vectors[len(first) :], strict=True)]
-        data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
+        data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores(outputs))]
         return {**_head("score-", model), "data": data, "usage": _usage(outputs)}
 
-    return Plan(request, len(first) if crossed else len(first) + len(second), answer)
+    return Plan(request, rows, answer)
+
+
+def _scored(
+    engine: Engine, first: list[str], second: list[str], given: Mapping[str, Any], activated: bool
+) -> tuple[EncodeReqInput, int, Callable[[list[Output]], list[float]]]:
+    """(what is asked of the model, how many prompts, the scores in its outputs) of as many texts on either side: labels
+    of a cross-encoder, cosines of an embedding model. Errors: ApiError; those of the tokenizer."""
+    cut, count = _cut(given, engine), len(first)
+    if engine._parts.spec.num_labels is not None or not activated:  # SGLang's rerank takes no embedding model
+        ids = _pair_ids(engine, list(zip(first, second, strict=True)), cut)
+        label = _activation(engine, heads.wanted(given, activated))
+        return (
+            EncodeReqInput(ids),
+            count,
+            lambda outputs: [_label(one["embedding"], label) for one in _complete(outputs)],
+        )
+    for i, text in enumerate(texts := first + second):
+        engine.tokenizer.check_text(text, f"prompt[{i % count}][{i // count}]")
+
+    def cosines(outputs: list[Output]) -> list[float]:
+        vectors = [output["embedding"] for output in _complete(outputs)]
+        return [heads.cosine(a, b) for a, b in zip(vectors[:count], vectors[count:], strict=True)]
+
+    return EncodeReqInput(_ids(texts, engine, True, cut) if cut else texts), 2 * count, cosines
 
 
 def _pair_ids(engine: Engine, pairs: list[Any], cut: Truncation | None) -> list[list[int]]:
@@ -256,7 +271,7 @@ def _label(vector: list[float], activation: heads.Activation) -> float:
 def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> Plan:
     """Documents, the best first: [{"score", "document", "index"}] as SGLang's with the scores of `Engine.rerank`, or
     `jina`'s {"results": [{"index", "document", "relevance_score"}]} with scores between 0 and 1, or as the checkpoint
-    says, as vLLM's. Errors: ApiError; those of Engine.rerank."""
+    says, as vLLM's; of an embedding model cosines. Errors: ApiError; those of Engine.rerank."""
     given = take(body, RERANK)
     for name in ("query", "documents"):
         if given[name] is None:
@@ -264,12 +279,10 @@ def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> P
     documents, shows = given["documents"], given["return_documents"]
     if not isinstance(documents, list) or not documents:
         raise invalid("documents", f"documents must be a list of texts, not empty, got {documents!r:.80}.")
-    pairs = [[given["query"], document] for document in documents]
-    request = EncodeReqInput(_pair_ids(engine, pairs, _cut(given, engine)))
-    activation = _activation(engine, heads.wanted(given, jina))
+    request, rows, scored = _scored(engine, [given["query"]] * len(documents), documents, given, jina)
 
     def answer(outputs: list[Output]) -> Any:
-        scores = [_label(output["embedding"], activation) for output in _complete(outputs)]
+        scores = scored(outputs)
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: given["top_n"]]
         if not jina:
             return [{"score": scores[i], "document": documents[i] if shows else None, "index": i,
@@ -279,4 +292,4 @@ def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> P
             results = [{**one, "document": {"text": documents[one["index"]]}} for one in results]
         return {"id": new_id("rerank-"), "model": model, "usage": _usage(outputs), "results": results}
 
-    return Plan(request, len(documents), answer)
+    return Plan(request, rows, answer)

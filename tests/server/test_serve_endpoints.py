@@ -271,7 +271,12 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
         assert [one["embedding"] for one in told] == [one["embedding"] for one in expected]
         same, other = post(server, "/score", {"text_1": PROMPT, "text_2": [PROMPT, "a"]})["data"]
         assert same["score"] == pytest.approx(1) and other["score"] < 0.999
-        assert server.ask("POST", "/rerank", {"query": "a", "documents": ["b"]}).status == 400
+        ranked = post(server, "/rerank", {"query": PROMPT, "documents": ["a", PROMPT], "truncate_prompt_tokens": 9})
+        assert [(one["index"], one["relevance_score"]) for one in ranked["results"]] == [
+            (1, same["score"]), (0, other["score"])
+        ]  # fmt: skip
+        for path, documents in (("/v1/rerank", ["b"]), ("/rerank", [{"text": "b"}])):
+            assert server.ask("POST", path, {"query": "a", "documents": documents}).status == 400
         assert server.ask("GET", "/health_generate").status == 200
         ids, chat = engine.tokenizer.encode(PROMPT), engine.chat_ids(CHAT)
         for given, meant in (
