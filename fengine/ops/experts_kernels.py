@@ -153,7 +153,7 @@ def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_p
     mine = place[None, :] == slot[:, None]
     expert = tl.sum(tl.where(mine, tl.arange(0, BE)[None, :], 0), 1)
     rows = w_ptr + (expert.to(tl.int64)[:, None] * N + (col % N)[None, :]) * K
-    weight = weigh(place, logit, E, RENORMALISE, SIGMOID, scale, BE)
+    weight = weigh(place >= 0, tl.arange(0, BE), logit, E, RENORMALISE, SIGMOID, scale, BE)
     weight = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)  # of one number and zeros
     wait(PDL)
     w_tile = rows[:, :, None] + k[None, None, :]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import experts_hopper, experts_w8a8_launch, fragments, quantized_hopper
+from fengine.ops import experts_few_hopper, experts_hopper, experts_w8a8_launch, fragments, quantized_hopper
 from fengine.ops import experts_kernels as kernels
 from fengine.ops.ahead import launcher
 from fengine.ops.experts_routing import Routed, Routing, lists_of, power, routed, tiled
@@ -92,7 +92,7 @@ def run(call: Call, s: AnySchedule) -> Tensor:
     if isinstance(s, FewBits):
         return _few_bits(call, s)
     call = call._replace(weights=call.weights.whole(call.sizes))
-    return few(call, s) if s.kind == "few" else many(call, s)
+    return {"few": few, "narrow": narrow}.get(s.kind, many)(call, s)
 
 
 def few(call: Call, s: Schedule) -> Tensor:
@@ -111,6 +111,17 @@ def few(call: Call, s: Schedule) -> Tensor:
         call.shared_TD is not None, call.gate_T1 is not None, *s.down[:3], f % s.down.block_k == 0, power(e),
         **_options(x_TD, s.down, power(a)), **dependent_launch(device)
     )  # fmt: skip
+    return y_TD
+
+
+def narrow(call: Call, s: Schedule) -> Tensor:
+    """As `few`, on NVIDIA Hopper. Pure."""
+    t, _, a, f, _ = call.sizes
+    x_TD, w, r = call.x_TD, call.weights, call.routing
+    assert w.gate_up is not None and w.down is not None
+    h_PF, y_TD, by = x_TD.new_empty(t * a, f), torch.empty_like(x_TD), (call.logits_TE, w.correction, r)
+    experts_few_hopper.gate(x_TD, w.gate_up, w.gate_up_bias, *by, call.limit, h_PF, s.gate)
+    experts_few_hopper.down(h_PF, w.down, w.down_bias, *by, call.shared_TD, call.gate_T1, y_TD, s.down)
     return y_TD
 
 

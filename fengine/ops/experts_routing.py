@@ -68,10 +68,11 @@ def halved_sums(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def halved_sum(x, WIDTH: tl.constexpr):
-    """[WIDTH] -> [1]: the later half added to the earlier, again and again. No thread layout changes the order."""
+    """Of [WIDTH]: the later half added to the earlier, again and again. No thread layout changes the order."""
     if WIDTH > 1:
-        x = tl.sum(tl.reshape(x, (2, WIDTH // 2)), 0)
-        x = halved_sum(x, WIDTH // 2)
+        x = halved_sum(tl.sum(tl.reshape(x, (2, WIDTH // 2)), 0), WIDTH // 2)
+    else:
+        x = tl.sum(x, 0)  # of one number
     return x
 
 
@@ -100,15 +101,26 @@ def before(rival, other, key, id):
 
 
 @triton.jit
-def weigh(slot, logit, E, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, scale, BE: tl.constexpr):
-    """Weights of the experts of one token; they count where there is a slot."""
+def choose(key, id, E, A: tl.constexpr, BE: tl.constexpr):
+    """Whether each of BE experts is one of the A first, by keys of `scores`: A times the first of those left. It suits
+    one warp."""
+    selected = id < 0
+    for _ in tl.static_range(A):
+        left = (key == tl.max(tl.where(selected, LEAST, key), 0)) & (id < E) & (selected == 0)
+        selected = selected | (id == tl.min(tl.where(left, id, BE), 0))
+    return selected
+
+
+@triton.jit
+def weigh(selected, id, logit, E, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, scale, BE: tl.constexpr):
+    """Weights of the experts `id` of one token; they count where one is selected."""
     if SIGMOID:
         weight = 1.0 / (1.0 + tl.exp(-logit))
         if RENORMALISE:
-            weight = weight / (halved_sum(tl.where(slot >= 0, weight, 0.0), BE) + 1e-20)
+            weight = weight / (halved_sum(tl.where(selected, weight, 0.0), BE) + 1e-20)
     else:
         weight = tl.exp(logit - tl.max(logit, 0))
-        counted = slot >= 0 if RENORMALISE else tl.arange(0, BE) < E
+        counted = selected if RENORMALISE else id < E
         weight = weight / halved_sum(tl.where(counted, weight, 0.0), BE)
     return weight * scale
 
@@ -117,7 +129,7 @@ def weigh(slot, logit, E, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, scal
 def route_kernel(logits_ptr, correction_ptr, id_ptr, weight_ptr, rows_ptr, count_ptr, index_ptr, T, E, A: tl.constexpr,
                  RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, scale, LISTS: tl.constexpr,
                  BE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The experts of one token, by ascending id, and their weights. One warp: A times the first of those left.
+    """The experts of one token, by ascending id, and their weights.
 
     LISTS: also adds its pairs to the experts' lists, as members_kernel does but in any order; count is zero before.
     """
@@ -126,10 +138,7 @@ def route_kernel(logits_ptr, correction_ptr, id_ptr, weight_ptr, rows_ptr, count
     token = tl.program_id(0).to(tl.int64)
     id = tl.arange(0, BE)
     logit, key = scores(logits_ptr + token * E, correction_ptr, id, E, SIGMOID, CORRECTED)
-    selected = id < 0
-    for _ in tl.static_range(A):
-        left = (key == tl.max(tl.where(selected, LEAST, key), 0)) & (id < E) & (selected == 0)
-        selected = selected | (id == tl.min(tl.where(left, id, BE), 0))
+    selected = choose(key, id, E, A, BE)
     slot = tl.where(selected, tl.cumsum(selected.to(tl.int32), 0) - 1, -1)
     pair = token * A + slot
     if LISTS:
@@ -137,7 +146,7 @@ def route_kernel(logits_ptr, correction_ptr, id_ptr, weight_ptr, rows_ptr, count
         tl.store(rows_ptr + id.to(tl.int64) * T + index, pair.to(tl.int32), mask=selected)
         tl.store(index_ptr + pair, index, mask=selected)
     tl.store(id_ptr + pair, id, mask=selected)
-    tl.store(weight_ptr + pair, weigh(slot, logit, E, RENORMALISE, SIGMOID, scale, BE), mask=selected)
+    tl.store(weight_ptr + pair, weigh(selected, id, logit, E, RENORMALISE, SIGMOID, scale, BE), mask=selected)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -13,7 +13,9 @@ class Schedule(NamedTuple):
     """How the tree is computed; free to differ per call, because the bits do not depend on it. A product of an expert
     is cut as one of linear.py."""
 
-    kind: str  # "few": no lists, a program a pair. "grouped": lists of each expert's pairs. "hopper": experts_hopper.py
+    # "few": no lists, a program a pair; "narrow": the same by experts_few_hopper.py. "grouped": lists of each expert's
+    # pairs; "hopper": the same by experts_hopper.py
+    kind: str
     gate: Tiles
     down: Tiles
 
@@ -28,6 +30,10 @@ class FewBits(NamedTuple):
 REFERENCE = Schedule("grouped", Tiles(64, 64, 64, False, 4, 3), Tiles(64, 64, 64, False, 4, 3))
 FLOAT32 = Schedule("grouped", Tiles(16, 64, 32, False, 4, 2), Tiles(16, 64, 32, False, 4, 2))
 FEW = Schedule("few", Tiles(16, 32, 128, False, 4, 4), Tiles(16, 16, 128, True, 4, 3))
+NARROW = (  # largest number of pairs
+    (8, Schedule("narrow", Tiles(8, 16, 128, True, 4, 4), Tiles(8, 16, 128, True, 4, 12))),
+    (16, Schedule("narrow", Tiles(8, 32, 128, True, 4, 4), Tiles(8, 16, 128, True, 4, 6))),
+)
 FEW_PAIRS = 16  # more pairs than that meet in the same experts: read once, they outweigh the lists
 GROUPED = (  # largest number of rows that an expert has on average
     (8, Schedule("grouped", Tiles(16, 64, 128, True, 4, 3), Tiles(16, 128, 128, True, 4, 3))),
@@ -60,13 +66,15 @@ def of_whole_groups(s: FewBits, group: int) -> FewBits:
 
 def schedules(tokens: int, experts: int, top_k: int, f: int, d: int, dtype: torch.dtype, hopper: bool,
               group: int = 0) -> list[Schedule | FewBits]:  # fmt: skip
-    """Schedules for so many tokens, fastest first. `hopper`: on a device that runs experts_hopper.py; `group`: columns
-    that share a scale, of weights that quantized_hopper.py reads there, or 0. Pure."""
+    """Schedules for so many tokens, fastest first. `hopper`: on a device that runs the kernels of experts_hopper.py and
+    experts_few_hopper.py; `group`: columns that share a scale, of weights that quantized_hopper.py reads there, or 0.
+    Pure."""
     if dtype == torch.float32:
         return [FLOAT32]
     pairs = tokens * top_k
     rows = cdiv(pairs, experts)
-    few: list[Schedule] = [FEW] if pairs <= FEW_PAIRS else []
+    narrow = [s for most, s in NARROW if hopper and pairs <= most][:1]
+    few = [*narrow, FEW] if pairs <= FEW_PAIRS else []
     many = [HOPPER] if hopper and rows > GROUPED[-1][0] else []
     ours = [s for most, s in GROUPED if rows <= most][:1] or [MANY]
     whole = [s._replace(gate=even(s.gate, d), down=even(s.down, f)) for s in (*few, *many, *ours)]

@@ -3,6 +3,7 @@
 As test_ops_triton.py, they run a second time in a process of their own, which chooses the interpreter.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from fengine.ops.experts_schedules import (
     GROUPED,
     HOPPER,
     MANY,
+    NARROW,
     REFERENCE,
     Schedule,
     of_whole_groups,
@@ -198,11 +200,33 @@ def test_bits_follow_no_schedule_and_no_neighbour(e: int, a: int, f: int, d: int
     torch.testing.assert_close(bits.float(), want(some(whole, slice(0, 700))).float(), rtol=4e-2, atol=4e-2)
     for rows in (slice(0, 1), slice(5, 7), slice(3, 20), slice(0, 129), slice(0, 700), torch.randperm(700)):
         part = some(whole, rows)
-        few = (FEW,) if len(part.x_TD) < 20 else ()
-        for s in (*few, *usable(whole)):
+        others = usable(whole)
+        narrow = (s for _, s in NARROW if HOPPER in others)
+        few = (FEW, *narrow) if len(part.x_TD) < 20 else ()
+        for s in (*few, *others):
             assert experts_launch.run(part, s).equal(bits[rows]), s
         assert captured(lambda part=part: experts_launch.run(part, usable(whole)[0])).equal(bits[rows])
         assert op.experts(*part).equal(bits[rows])
+
+
+@gpu
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("full", [False, True])
+def test_few_pairs_on_hopper_have_the_bits_of_the_lists(routing: op.Routing, full: bool):
+    """Sizes that are no multiples of a piece or a program; experts that do not fill 64 lines, or do."""
+    sizes = ((6, 96, 160, 3), (9, 96, 160, 8), (40, 200, 336, 5), (150, 768, 2048, 8))
+    for (e, f, d, a), dtype, t in itertools.product(sizes, (torch.bfloat16, torch.float16), (1, 2)):
+        call = case(t, e, f, d, dtype, routing._replace(top_k=a), full, 7.0 if full else 0.0)
+        if HOPPER not in usable(call):
+            pytest.skip("needs NVIDIA Hopper")
+        call.logits_TE[:, 3] = call.logits_TE[:, 1]
+        first = experts_launch._candidates(call)[0]
+        assert isinstance(first, Schedule) and first.kind == "narrow"
+        got, bits = experts_launch.run(call, first), experts_launch.run(call, REFERENCE)
+        assert got.view(torch.int16).equal(bits.view(torch.int16)), (e, f, d, a, dtype, t)
+        assert experts_launch.is_proved(call, first)
+        call.x_TD[1:, 0] = torch.inf  # it stays in its token
+        assert experts_launch.run(call, first)[0].equal(bits[0])
 
 
 def ungrouped(call: experts_launch.Call) -> tuple[Tensor, Tensor, Tensor]:
