@@ -130,7 +130,8 @@ def rerank(engine: Any, prompt: list[list[str]]) -> list[EncodeOutput]:
     """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification. A model of several
     labels gives a list of scores instead of one."""
     context = engine._context
-    outputs: Any = prompt and complete(context, *encode_requests(engine, EncodeReqInput(pair_ids(context, prompt))))
+    pairs = pair_ids(context, prompt)
+    outputs: Any = pairs and complete(context, *encode_requests(engine, EncodeReqInput(pairs)))
     return cast(list[EncodeOutput], rerank_scores(outputs or []))
 
 

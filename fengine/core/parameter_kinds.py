@@ -149,6 +149,13 @@ OTHER_NAMES = {
     "max_length": "max_new_tokens", "min_tokens": "min_new_tokens", "best_of": "n", "num_return_sequences": "n",
     "use_beam_search": "beam_width", "num_beams": "beam_width", "eos_token_id": "stop_token_ids", "temp": "temperature",
     "stop_sequences": "stop", "guided_json": "json_schema", "guided_regex": "regex", "grammar": "ebnf",
+    "response_format": "json_schema", "include_stop_str_in_output": "no_stop_trim", "do_sample": "temperature",
+    "bad_words": "logit_bias", "allowed_token_ids": "logit_bias",
+}  # fmt: skip
+OF_CALLS = {  # -> arguments of a call that do the same
+    **dict.fromkeys(("logprobs", "top_logprobs", "return_logprob"), "return_logprob=True, top_logprobs_num=…"),
+    "prompt_logprobs": "return_logprob=True, logprob_start_len=0", "stream": "stream=True",
+    "logits_processors": "custom_logit_processor=…", "lora_request": "lora_path=…",
 }  # fmt: skip
 
 
@@ -158,6 +165,7 @@ def refuse(key: str, value: Any, known: Collection[str]) -> None:
         near = difflib.get_close_matches(str(key)[:80], sorted({*known, *NOT_BUILT}), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
         hint = f" Did you mean {OTHER_NAMES[key]!r}?" if key in OTHER_NAMES else hint
+        hint = f" It is an argument of the call: {OF_CALLS[key]}." if key in OF_CALLS else hint
         raise UnknownParameterError(f"unknown sampling parameter {told(key)}.{hint}")
     width = exact_int(value)
     if key == "beam_width" and width is not None and width < 1:

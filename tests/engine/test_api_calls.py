@@ -168,11 +168,18 @@ class Unreadable:
         raise KeyError(name)
 
 
+class Endless(list):
+    """What can be shown, and not gone through."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no items")
+
+
 DEEP = reduce(lambda inner, _: [inner], range(100_000), [])
 ODD = {
     "whole": raising(int)(5), "number": raising(float)(0.5), "huge": 10**5000, "deep": DEEP, "object": Unreadable(),
     "list": raising(list)([1.5]), "table": np.ones((2, 2)), "no text": np.void(b"abc"),
-    "meta": torch.ones(3, device="meta"),
+    "meta": torch.ones(3, device="meta"), "no items": Endless([1.5]),
 }  # fmt: skip
 
 
@@ -189,6 +196,7 @@ def test_values_that_cannot_be_read_or_told_are_refused_by_name(odd: Any) -> Non
             )),
             (partial(engine.abort, abort_all=odd), "abort_all"),
             (partial(engine.pause_generation, mode=odd), "mode"),
+            (partial(engine.release_memory_occupation, odd), "tags"),
             (partial(engine.update_weights_from_tensor, {}, abort_all_requests=odd), "abort_all_requests"),
             (partial(engine.update_weights_from_tensor, {}, load_format=odd), "load_format"),
             (partial(engine.begin_weight_update, odd), "selector"),
@@ -229,6 +237,11 @@ def test_wrong_arguments_are_told_with_the_nearest_name() -> None:
             (lambda: engine.generate("x", temprature=0), "sampling_params={'temperature'"),
             (lambda: engine.generate("x", logprobs=2), "It is 'return_logprob' here"),
             (lambda: engine.generate("x", {"seed": 1}), "Did you mean 'sampling_seed'"),
+            (
+                lambda: engine.generate("x", {"logprobs": 1}),
+                "an argument of the call: return_logprob=True, top_logprobs",
+            ),
+            (lambda: engine.rerank(0), "rerank needs a cross-encoder"),
             (lambda: engine.score(querry="x"), "Did you mean 'query'"),
             (lambda: engine.open_session(), "missing a required argument: 'capacity_of_str_len'"),
             (lambda: engine.close_session(1, 2), "too many positional arguments; its arguments are session_id"),
