@@ -129,12 +129,19 @@ def _prepared(context: EngineContext, text: Any, ids: Any) -> tuple[Any, Any]:
     texts = list(text) if several else [text]
     if not all(isinstance(part, str) for part in texts):
         return text, ids
-    texts = pooling.dressed(texts)
-    classifies = context.parts.spec.num_labels is not None  # its texts are not cut, but pairs are
-    if pooling.max_length is None or tokenizer is None or ids is not None or classifies:
+    texts, most = pooling.dressed(texts), longest_text(context)
+    if most is None or tokenizer is None or ids is not None:
         return (texts if several else texts[0]), ids
-    cut = [tokenizer.encode(part, max_length=pooling.max_length) for part in texts]
+    cut = [tokenizer.encode(part, max_length=most) for part in texts]
     return None, (cut if several else cut[0])
+
+
+def longest_text(context: EngineContext) -> int | None:
+    """How many tokens of a text count, as sentence-transformers cuts it; None: all do, and too many are refused. Pure.
+    Errors: as `pooling_of`."""
+    most, parts = pooling_of(context).max_length, context.parts
+    is_cut = most is not None and parts.spec.num_labels is None  # of a classifier only pairs are
+    return min(most, parts.context_length) if is_cut else None
 
 
 def pair_ids(context: EngineContext, pairs: Any, most: int | None = None, side: str | None = None) -> list[list[int]]:

@@ -41,4 +41,6 @@ def read_from(file: BinaryIO, path: Path, most: int) -> bytes:
             data += more
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}.") from None
+    if data.startswith(b"version "):
+        raise ModelLoadError(f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull there.")
     return data

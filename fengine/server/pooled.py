@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from fengine.api.chat import is_chat, rendered, with_images
-from fengine.api.encode import pair_ids, pooling_of
+from fengine.api.encode import longest_text, pair_ids, pooling_of
 from fengine.api.engine import Engine
 from fengine.api.info import hf_config
 from fengine.api.io_struct import EncodeReqInput
@@ -111,8 +111,8 @@ def _cut(given: Mapping[str, Any], engine: Engine) -> Truncation | None:
 def _ids(texts: list[str], engine: Engine, add_special: bool, cut: Truncation | None) -> list[list[int]]:
     """Of texts that are cut, with the special tokens that the tokenizer adds left whole, as transformers does. Errors:
     InvalidRequestError and its kinds."""
-    pooling, classifies = pooling_of(engine._context), engine._parts.spec.num_labels is not None
-    limits = [most for most in (None if classifies else pooling.max_length, cut and cut.tokens) if most is not None]
+    pooling = pooling_of(engine._context)
+    limits = [most for most in (longest_text(engine._context), cut and cut.tokens) if most is not None]
     how: Any = {"max_length": min(limits, default=None), "side": cut and cut.side, "add_special_tokens": add_special}
     return [engine.tokenizer.encode(text, **how) for text in pooling.dressed(texts)]
 

@@ -2,6 +2,7 @@
 `Tokenizer.encode(text)` gives the ids of transformers 5's `AutoTokenizer` (tests compare them)."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,8 @@ from fengine.tokenizer.chat_ids import SpecialText
 from fengine.tokenizer.decoding import Decoding, clean_up
 from fengine.tokenizer.pipeline import load_pipeline, raise_as
 from fengine.tokenizer.tokenizer_files import read_files
+
+logger = logging.getLogger(__name__)
 
 CHARS_PER_TOKEN = 8  # cap on text before tokenizing, which can be slow on text made to be slow
 SLACK_CHARS = 4096
@@ -118,6 +121,7 @@ class Tokenizer:
         encoding = self.backend.encode(text, add_special_tokens=False)
         added = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
         encoding.truncate(max(0, max_length - added), direction=side or self.cut_side)
+        logger.info("a text of %d tokens is cut to %d", len(ids), max_length)
         return self.backend.post_process(encoding, None, add_special_tokens).ids
 
     def encode_pair(self, first: str, second: str, max_length: int, side: str | None = None) -> Encoding:

@@ -113,8 +113,8 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
         size = len(dense[-1].bias_O)
     if normalize and folders[-1][1] != directory and os.path.lexists(path := folders[-1][1] / "config.json"):
         _read(path, "a Normalize module's config.json")
-    limits = _text_limits(directory)
-    return Pooling(pool, normalize, sizes, prompt, *limits, tuple(dense))
+    lower, most = _text_limits(directory, positions=config.get("max_position_embeddings"))
+    return Pooling(pool, normalize, sizes, prompt, lower, most, tuple(dense))
 
 
 def classifies(config: dict[str, Any]) -> bool:
@@ -238,17 +238,20 @@ def _prompt(path: Path) -> str:
     return "" if name is None else texts[name]
 
 
-def _text_limits(directory: Path, where: str = "") -> tuple[bool, int | None]:
+def _text_limits(directory: Path, where: str = "", positions: Any = None) -> tuple[bool, int | None]:
     """(whether texts are in lower case, at most how many tokens of a text count: without a word about it, as many as
-    the tokenizer's config says)."""
+    the tokenizer's config says, and as the model has `positions` for)."""
     path, tokens = directory / "sentence_bert_config.json", directory / "tokenizer_config.json"
     config = _read(path, where) if os.path.lexists(path) else {}
     lower, most = config.get("do_lower_case", False), config.get("max_seq_length")
     if not isinstance(lower, bool):
         raise ModelLoadError(f"{path}: do_lower_case must be true or false, got {lower!r:.80}.")
+    has_positions = most is None and type(positions) is int and positions > 0
     if most is None and os.path.lexists(tokens):
         path, most = tokens, _parsed(tokens).get("model_max_length")
         most = int(most) if type(most) is float and math.isfinite(most) else most
+    if has_positions and (most is None or type(most) is int and most > positions):
+        most = positions
     if not (most is None or (type(most) is int and most > 0)):
         raise ModelLoadError(f"{path}: the longest text must be a size or null, got {most!r:.80}.")
     return lower, most

@@ -63,6 +63,8 @@ def read_config(directory: Path, overrides: str = "") -> dict[str, Any]:
         kind = "is not a directory" if directory.exists() else "does not exist"
         raise ModelLoadError(f"model directory {directory} {kind}.")
     if not os.path.lexists(directory / "config.json"):
+        if (directory / "adapter_config.json").is_file():
+            raise ModelLoadError(f"{directory} is a LoRA adapter: load its base model, and this one by lora_paths.")
         refuse_other_formats(directory)
         raise ModelLoadError(
             f"{directory} holds {listing(directory)}; a model directory needs config.json and {SINGLE} (or {INDEX})."

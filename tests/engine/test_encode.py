@@ -106,7 +106,7 @@ def test_the_checkpoints_pooling(tmp_path: Path, pooling: dict[str, Any], pool: 
     assert read_pooling(tmp_path, {"hidden_size": 8}) == Pooling(pool, False)
 
 
-def test_what_is_done_to_texts_first(tmp_path: Path) -> None:
+def test_what_is_done_to_texts_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As sentence-transformers: the default prompt, lower case, and at most so many tokens, special ones included."""
     directory = write(tmp_path, "llama", LlamaModel)
     write_modules(directory, {"pooling_mode": "mean"}, "Transformer", "Pooling", "Normalize")
@@ -123,6 +123,14 @@ def test_what_is_done_to_texts_first(tmp_path: Path) -> None:
             assert engine.encode(text)["embedding"] == engine.encode(ids)["embedding"]
         together = [output["embedding"] for output in engine.encode(texts)]
         assert together == [engine.encode(text)["embedding"] for text in texts]
+    (directory / "sentence_bert_config.json").unlink()  # then as much counts as the model has positions for
+    with Engine(model_path=str(directory), is_embedding=True, device="cpu", context_length=20) as engine:
+        with caplog.at_level("INFO", "fengine"):
+            assert engine.encode("a text " * 99)["meta_info"]["prompt_tokens"] == 20
+        ids = hf("Find: " + "a text " * 99, truncation=True, max_length=20).input_ids
+        assert engine.encode("a text " * 99)["embedding"] == engine.encode(ids)["embedding"]
+        assert "tokens is cut to 20" in caplog.text
+    (directory / "sentence_bert_config.json").write_text("{}")
     for file, bad in (
         ("sentence_bert_config.json", {"max_seq_length": 0}),
         ("sentence_bert_config.json", {"do_lower_case": "yes"}),

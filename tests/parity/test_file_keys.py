@@ -113,6 +113,8 @@ SENTENCES: list[tuple[str, str, Any, Pooling | None]] = [  # file, key, value, w
     (VERSIONS, "prompts", {"query": "q: "}, Pooling()), (VERSIONS, "default_prompt_name", "query", None),
     (TOKENS, "model_max_length", 9, Pooling(max_length=9)), (TOKENS, "model_max_length", "9", None),
     (LENGTH, "module_input_name", "sentence_embedding", Pooling()), (LENGTH, "module_input_name", "x", None),
+    (TOKENS, "model_max_length", 99, Pooling(max_length=64)),
+    (TOKENS, "model_max_length", 1e30, Pooling(max_length=64)),
     ("modules.json", "kwargs", ["task"], None), ("modules.json", "name", "0", Pooling()),
 ]  # fmt: skip
 
@@ -135,4 +137,5 @@ def test_every_key_of_sentence_transformers(
         with pytest.raises((UnsupportedFeatureError, ModelLoadError)):
             read_pooling(tmp_path, {"hidden_size": 16})
     else:
-        assert read_pooling(tmp_path, {"hidden_size": 16}) == wanted
+        places = {"max_position_embeddings": 64} if value in (99, 1e30) else {}
+        assert read_pooling(tmp_path, {"hidden_size": 16} | places) == wanted

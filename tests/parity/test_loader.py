@@ -1,5 +1,7 @@
 """The loader: what good checkpoints become, and the error that each kind of bad one gives."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import json
 import os
 import random
@@ -362,6 +364,12 @@ def test_missing_directories_and_files(checkpoint: Path, tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelLoadError, match="empty holds no files; .* needs config.json and model.safetensors"):
         read_config(tmp_path / "empty")
+    (tmp_path / "empty" / "adapter_config.json").touch()
+    with pytest.raises(ModelLoadError, match="is a LoRA adapter: load its base model, and this one by lora_paths"):
+        read_config(tmp_path / "empty")
+    (checkpoint / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(ModelLoadError, match="is a pointer of Git LFS, not the file itself: run git lfs pull"):
+        load(checkpoint)
     (checkpoint / SINGLE).unlink()
     with pytest.raises(ModelLoadError, match="looked for model.safetensors and .*it holds config.json"):
         load(checkpoint)
