@@ -140,8 +140,9 @@ def longest_text(context: EngineContext) -> int | None:
     """How many tokens of a text count, as sentence-transformers cuts it; None: all do, and too many are refused. Pure.
     Errors: as `pooling_of`."""
     most, parts = pooling_of(context).max_length, context.parts
-    is_cut = most is not None and parts.spec.num_labels is None  # of a classifier only pairs are
-    return min(most, parts.context_length) if is_cut else None
+    if most is None or parts.spec.num_labels is not None:  # of a classifier only pairs are cut
+        return None
+    return min(most, parts.context_length)
 
 
 def pair_ids(context: EngineContext, pairs: Any, most: int | None = None, side: str | None = None) -> list[list[int]]:

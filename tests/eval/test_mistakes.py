@@ -82,6 +82,41 @@ def test_foreign_words_are_told_ours(words: str, said: str) -> None:
     assert said in str(caught.value) and len(str(caught.value).splitlines()) <= 2
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("task/mine", "fewshot: 3", "task/mine.yaml: unknown key task.fewshot; fengine's word for it is task.shots"),
+        ("task/mine", "stop: x", "task/mine.yaml: task.stop must be a list"),
+        ("task/mine", "prompt: {q}", "task/mine.yaml: task.prompt must be a text; in YAML"),
+        ("experiment/mine", "sampling: {top_p: 1}", "experiment/ begins with the line # @package _global_"),
+        ("mine", "seed: 3", "a primary config of your own begins with defaults: [config, _self_]"),
+    ],
+)
+def test_faults_in_files_are_told_by_file_and_key(file: str, content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / f"{file}.yaml").write_text(content)
+    group, _, name = file.rpartition("/")
+    with pytest.raises(ConfigError) as caught:
+        points(parse([f"--config-dir={tmp_path}", f"{group}={name}" if group else "--config-name=mine"], EVAL), EVAL)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("task=capitals", "tasks are run by fengine eval task=NAME"),
+        ("sampling.top_p=0.5", "each request to a server brings its own"),
+        ("prompts=q.txt", "a file of prompts is run by fengine prompts=FILE"),
+        ("--reasoning-parser qwen3", "is told apart"),
+        ("--ssl-keyfile k", "there is no TLS; put a proxy in front"),
+    ],
+)
+def test_what_a_server_lacks_is_told_where_it_is(words: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        points(parse(words.split(), SERVE), SERVE)
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize(("words", "said"), [("run", "needs none: fengine prompts="), ("model", "model=VALUE")])
 def test_settings_are_no_commands(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(words.split()) == run.USAGE and said in capsys.readouterr().err

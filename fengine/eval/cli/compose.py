@@ -31,7 +31,7 @@ from fengine.errors import ConfigError
 from fengine.eval.cli import guard, mistakes
 from fengine.eval.cli.guard import ConfigFiles, conf_dir
 from fengine.eval.cli.lines import say
-from fengine.eval.cli.schema import BadPoint, Point, Schema, annotated
+from fengine.eval.cli.schema import BadPoint, Point, Schema, annotated, leaves
 
 MAX_POINTS = 1000
 
@@ -39,7 +39,7 @@ MAX_POINTS = 1000
 def parse(argv: Sequence[str], schema: Schema | None = None) -> Namespace:
     """Hydra's flags and overrides, as their writer means them. `schema`: whose keys an unknown flag may mean. Errors:
     ConfigError."""
-    program, keys = ("fengine", {}) if schema is None else (schema.program, guard.leaves(schema.keys))
+    program, keys = ("fengine", {}) if schema is None else (schema.program, leaves(schema.keys))
     parser = get_args_parser()
     parser.prog = program
     parser.usage = f"{program} [group=option] [key=value] ...        ({program} --help shows them)"

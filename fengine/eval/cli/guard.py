@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 import fengine
 from fengine.errors import ConfigError
 from fengine.eval.cli import mistakes
-from fengine.eval.cli.schema import Schema
+from fengine.eval.cli.schema import Schema, leaves, names_of
 
 REFUSED_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_"})
 OPEN_HYDRA_KEYS = ("hydra.run.", "hydra.sweep.", "hydra.sweeper.params", "hydra.mode")
@@ -52,7 +52,11 @@ LAUNCHERS = {
 # The parts of Hydra's own config by which a file could make Hydra import or call something: key, only value, reason.
 FIXED_HYDRA: tuple[tuple[str, Any, str], ...] = (
     ("callbacks", {}, "callbacks are not supported"),
-    ("job_logging", NO_LOGGING, "logging is fixed"),
+    (
+        "job_logging",
+        NO_LOGGING,
+        "logging is fixed; a primary config of your own begins with defaults: [config, _self_]",
+    ),
     ("hydra_logging", NO_LOGGING, "logging is fixed"),
     ("runtime.choices.hydra/sweeper", "basic", IN_PROCESS),
     ("job.env_set", {}, "set environment variables in the shell"),
@@ -87,7 +91,7 @@ def check_override(text: str, key: str, value: Any, schema: Schema) -> None:
     if bad:
         raise ConfigError(f"{text}: {min(bad)} is refused: a config holds values, it never names code")
     text = text if len(text) <= 500 else f"{text[:500]}..."
-    if type(value) is int and value not in (0, 1) and _names(schema.keys, "").get(key) is bool:
+    if type(value) is int and value not in (0, 1) and names_of(schema.keys).get(key) is bool:
         raise ConfigError(f"{text}: must be true or false")
     open_keys = (*OPEN_HYDRA_KEYS, "hydra/launcher", "hydra.launcher.") if schema.launchers else OPEN_HYDRA_KEYS
     if key == "hydra" or (key.startswith(("hydra.", "hydra/")) and not key.startswith(open_keys)):
@@ -148,9 +152,9 @@ def _refuse_unknown(values: Any, section: Any, schema: Any, prefix: str) -> None
 def unknown(key: str, schema: Any) -> str:
     """What to say of a key that the schema lacks. A last name is looked for everywhere: temprature, sampling.temprature
     and model.temperature all find sampling.temperature. Pure."""
-    if key in mistakes.WHOLE:
-        return f"unknown key {key}; {mistakes.WHOLE[key]}"
-    names = _names(schema, "")
+    names, head = names_of(schema), key.partition(".")[0]
+    if told := mistakes.WHOLE.get(key) or (head not in names and mistakes.ELSEWHERE.get(head)):
+        return f"unknown key {_short(key)}; {told}"
     section, _, last = key.rpartition(".")
     tails: dict[str, str] = {}
     for name in names:
@@ -163,21 +167,6 @@ def unknown(key: str, schema: Any) -> str:
     inside = [name.rpartition(".")[2] for name in names if section and name.rpartition(".")[0] == section]
     hint = f"{section} has {', '.join(inside)}" if inside else "`fengine --help` lists all keys"
     return f"unknown key {_short(key)}; {told or hint}"
-
-
-def _names(section: Any, prefix: str) -> dict[str, Any]:
-    """Every section and key with its type. Pure."""
-    found = {}
-    for f in dataclasses.fields(section):
-        found[prefix + f.name] = f.type
-        if dataclasses.is_dataclass(f.type):
-            found |= _names(f.type, f"{prefix}{f.name}.")
-    return found
-
-
-def leaves(section: Any) -> dict[str, Any]:
-    """Every "section.key" that has a value, with its type. Pure."""
-    return {name: kind for name, kind in _names(section, "").items() if not dataclasses.is_dataclass(kind)}
 
 
 MAX_FILE, MAX_NODES = 4 << 20, 200_000  # bytes of a YAML file; its values, each counted as often as aliases name it
@@ -252,25 +241,32 @@ def explained(error: BaseException, schema: Schema | None = None, word: str = ""
         return mistakes.unreadable(_short(word or str(getattr(error, "override", ""))), first and f" ({_short(first)})")
     if schema is not None and isinstance(error, MissingConfigException):
         return _missing_option(error, schema)
-    return re.sub(
+    told = re.sub(
         r"To override a value use 'override (\S+): (.*)'", r"write \1=\2, without a +", _of_key(error, schema)
     )
+    file = re.match(r"In '([^']+)': \w+ raised", str(error))
+    return f"{file[1]}.yaml: {told}" if file and not told.startswith("In ") else told
 
 
 def _cause(error: BaseException) -> tuple[BaseException, str]:
     """(the error of OmegaConf that this is, or came of; its first lines). Pure."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    known = (error.__cause__, None if isinstance(error, OmegaConfBaseException) else error.__context__)
+    cause = next((one for one in known if isinstance(one, OmegaConfBaseException)), error)
     return cause, str(cause).split("\n    full_key", 1)[0].strip()
 
 
 def _of_key(error: BaseException, schema: Schema | None) -> str:
     cause, first = _cause(error)
     key = getattr(cause, "full_key", None)
+    if schema is not None and (other := re.match(r"Could not override '([\w.]+)'\. No match", str(error))):
+        return unknown(other[1], schema.keys)
     if schema is not None and key and isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         whole = re.match(rf"Could not override '({re.escape(key)}\.[^']+)'", str(error))
         return unknown(whole[1] if whole else key, schema.keys)
     if key and "is not a ListConfig" in first:
         return f"""{key} must be a list: {key}='["one","two"]', or of numbers {key}=[1,2]"""
+    if key and "'DictConfig' to string" in first:
+        return f"{key} must be a text; in YAML and behind = one that begins with {{ or [ is quoted"
     if isinstance(cause, MissingMandatoryValue):
         return f"{key or first}: this config leaves it open (???); set it: {key or 'key'}=VALUE"
     lines = [_short(line.rstrip()) for line in (first or type(error).__name__).splitlines() if line.strip()][:4]

@@ -49,6 +49,16 @@ WHOLE = {  # keys of which no part alone would tell
     "task.prompt_file": "fengine's word for it is task.prompt=@FILE",
     "chat.enabled": "chat=true is of a run of prompts; of an evaluation it is task.chat=true",
 }
+ELSEWHERE = {  # sections that only some commands have
+    "task": "tasks are run by fengine eval task=NAME",
+    "run": "it is a key of fengine eval",
+    "journal": "it is a key of fengine eval",
+    "serve": "it is a key of fengine serve",
+    "sampling": "each request to a server brings its own; serve.sampling_defaults says whose defaults count",
+    "prompts": "requests come over HTTP; a file of prompts is run by fengine prompts=FILE",
+    "out": "a server writes no file; a file of requests is run by fengine batch IN.jsonl OUT.jsonl",
+    "experiment": "it is of fengine and fengine eval; a file of experiment/ begins with the line # @package _global_",
+}
 OTHERS = {  # group -> what is done with none of its options
     "model": "any other: model.path=DIR, or a hub id",
     "task": "any other: your rows by task=jsonl task.data=FILE, your task/NAME.yaml by --config-dir=DIR, lm-eval's by "
@@ -67,6 +77,18 @@ SWITCHES = {  # of other programs -> what does the same
     **dict.fromkeys(("num_beams", "use_beam_search", "beam_width"), "nothing: beam search is not built"),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "model.quantization=fp8, or a checkpoint in AWQ or GPTQ"),
     "logit_bias": """a row's own: {"prompt": "...", "sampling": {"logit_bias": {"5": -1}}}""",
+    **dict.fromkeys(
+        ("tool_call_parser", "enable_auto_tool_choice"), "nothing: calls are read as the template writes them"
+    ),
+    "reasoning_parser": "nothing: what stands between <think> and </think> is told apart",
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), "nothing: there is no TLS; put a proxy in front"),
+    "runner": "model.is_embedding=true",
+    "chat_template": "Engine(chat_template=…), or python -m fengine.launch_server --chat-template FILE",
+    "log_requests": "serve.access_log=true, or python -m fengine.launch_server --log-requests",
+    **dict.fromkeys(
+        ("swap_space", "cpu_offload_gb"), "nothing: cache tiers and weights beyond the device are not built"
+    ),
+    "speculative_config": "speculation=ngram, or speculation=eagle3 speculation.draft=PATH",
     "stream": "nothing: texts are shown as they grow, and a server streams where a request asks",
 }
 

@@ -25,9 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fengine.errors import ConfigError
 from fengine.eval.cli.compose import compose, opened, parsed, point_of, writable
-from fengine.eval.cli.guard import LAUNCHERS, TEXT_KEYS, explained, leaves, unescaped, unknown
+from fengine.eval.cli.guard import LAUNCHERS, TEXT_KEYS, explained, unescaped, unknown
 from fengine.eval.cli.mistakes import quoted
-from fengine.eval.cli.schema import Point, Schema
+from fengine.eval.cli.schema import Point, Schema, leaves
 
 Work = Callable[[Point], int]  # a function of a module, or a partial of one, since it is pickled by name
 

@@ -55,6 +55,21 @@ def _default(f: Field) -> Any:
     return field(default=f.default) if f.default is not MISSING else field(default_factory=f.default_factory)  # type: ignore[arg-type]
 
 
+def names_of(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Every section and key with its type. Pure."""
+    found = {}
+    for f in fields(section):
+        found[prefix + f.name] = f.type
+        if is_dataclass(f.type):
+            found |= names_of(f.type, f"{prefix}{f.name}.")
+    return found
+
+
+def leaves(section: Any) -> dict[str, Any]:
+    """Every "section.key" that has a value, with its type. Pure."""
+    return {name: kind for name, kind in names_of(section).items() if not is_dataclass(kind)}
+
+
 def nested(config: Any) -> dict[str, Any]:
     """A config dataclass as mappings of plain JSON values; the engine's sections stand at the top. Pure."""
     values = asdict(config)
