@@ -20,7 +20,8 @@ WORDS = {
     "tensor_parallel_size": "tp_size", "data_parallel_size": "dp_size", "gpu_memory_utilization": "mem_fraction_static",
     "max_model_len": "context_length", "max_num_seqs": "max_running_requests", "block_size": "page_size",
     "max_num_batched_tokens": "chunked_prefill_size", "enforce_eager": "disable_cuda_graph", "seed": "random_seed",
-    "tokenizer": "tokenizer_path", "adapters": "lora_paths",
+    "tokenizer": "tokenizer_path", "adapters": "lora_paths", "tp": "tp_size", "dp": "dp_size", "model": "model_path",
+    "model_name": "model_path", "model_id": "model_path", "model_name_or_path": "model_path",
     "text": "prompt", "prompts": "prompt", "inputs": "prompt", "images": "image_data", "prompt_token_ids": "input_ids",
     "logprobs": "return_logprob", "lora_request": "lora_path",
 }  # fmt: skip

@@ -31,7 +31,7 @@ from fengine.core.owned import finalize
 from fengine.core.request import Request, SamplingParams
 from fengine.engine.build import build, memory_told
 from fengine.engine.parts import Parts
-from fengine.errors import InvalidRequestError, UnsupportedFeatureError
+from fengine.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammars
 from fengine.tokenizer.detokenizer import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
@@ -77,6 +77,10 @@ class Engine:
         if server_args is not None and (given or settings):
             raise InvalidRequestError(f"give server_args or single fields, not both (got {', '.join(settings)})")
         args = server_args if server_args is not None else ServerArgs(*given, **settings)
+        if not isinstance(args, ServerArgs):
+            raise ConfigError(
+                f"server_args must be a ServerArgs, got {type(args).__name__}; a dict: Engine(**settings)"
+            )
         with _built(args.to_config()) as parts:
             if parts.tokenizer is not None:
                 parts.tokenizer = parts.tokenizer.with_chat_template(args.chat_template, args.hf_chat_template_name)

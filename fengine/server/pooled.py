@@ -171,7 +171,8 @@ def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     if is_chat(text):  # its images are image_data, whose paths are not those of this machine
         ids, images = rendered(engine._context, text)
         given |= with_images({"text": ids, "image_data": given["image_data"]}, images)
-    return Plan(EncodeReqInput(**given), count, lambda outputs: outputs if several else outputs[0])
+    words = {"prompt": "text"}
+    return Plan(EncodeReqInput(**given), count, lambda outputs: outputs if several else outputs[0], words=words)
 
 
 def score(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:

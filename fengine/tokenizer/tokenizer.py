@@ -94,7 +94,13 @@ class Tokenizer:
         if isinstance(text, (bytes, bytearray)):
             raise InvalidRequestError(f"{name} is bytes; decode it first: {name}.decode('utf-8').")
         if not isinstance(text, str):
-            raise InvalidRequestError(f"{name} must be a string, got {type(text).__name__}.")
+            other = {
+                int: "; token ids are input_ids",
+                list: "; token ids are input_ids",
+                dict: "; messages are for chat",
+            }
+            hint = other.get(type(text), "") if name == "prompt" else ""
+            raise InvalidRequestError(f"{name} must be a string, got {type(text).__name__}{hint}.")
         if len(text) > self.max_chars:
             raise ContextLengthError(
                 f"{name} has {len(text)} characters, more than the limit of {self.max_chars} "

@@ -163,11 +163,14 @@ def test_unknown_and_missing_settings_are_told_with_the_nearest_name() -> None:
         Engine(model_path="box", pagesize=4)  # type: ignore[call-arg]
     for name, said in (("temprature", r"sampling parameter of a call: generate\(prompt, {'temperature'"),
                        ("tensor_parallel_size", "It is 'tp_size' here"), ("max_model_len", "'context_length'"),
-                       ("max_tokens", "{'max_new_tokens'")):  # fmt: skip
+                       ("max_tokens", "{'max_new_tokens'"), ("tp", "It is 'tp_size' here"),
+                       ("model_name", "It is 'model_path' here")):  # fmt: skip
         with pytest.raises(UnknownParameterError, match=said):
             ServerArgs("box", **{name: 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"it needs a model_path: Engine\(model_path='box'\)"):
         Engine()  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="server_args must be a ServerArgs, got dict"):
+        Engine(server_args={"model_path": "box"})  # type: ignore[call-overload]
     with pytest.raises(FengineError, match="unknown argument 'nothing_like_it'"):
         ServerArgs("box", nothing_like_it=1)  # type: ignore[call-arg]
 

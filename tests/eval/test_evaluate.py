@@ -15,7 +15,7 @@ from eval_fakes import FakeEngine
 import fengine
 from fengine import run
 from fengine.config import EngineConfig
-from fengine.errors import EngineDeadError, FengineError, ResumeMismatchError
+from fengine.errors import ConfigError, EngineDeadError, FengineError, ResumeMismatchError
 from fengine.eval.runs import manifest
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores
 
@@ -68,6 +68,14 @@ def test_a_task_of_ones_own(engine: FakeEngine, capsys: Any) -> None:
     for command in ("verify", "rerun"):
         assert run.main([command, "r"]) == run.USAGE
         assert "fengine.evaluate" in capsys.readouterr().err
+
+
+def test_what_is_no_task_or_no_engine_is_told(engine: FakeEngine) -> None:
+    other: Any = "capitals"
+    with pytest.raises(ConfigError, match="task must be an object with name, version, .*got str; a task of fengine"):
+        fengine.evaluate(other, engine)
+    with pytest.raises(ConfigError, match="engine must be an open Engine, got str"):
+        fengine.evaluate(Reversal(["one"]), "box")
 
 
 def test_inside_a_running_loop_as_in_a_notebook(engine: FakeEngine) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fengine.config import EngineConfig
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli import view
 from fengine.eval.cli.command import INTERRUPTED, OK, TERMINATED, composed
@@ -233,6 +234,7 @@ def evaluate(
     of the task's source. With `judge`, the keys of `task.judge`, the engine's model judges the answers. `fengine diff`
     and `report` read the folder; `verify` and `rerun` need the task, and say so.
     Errors: FengineError and its kinds; KeyboardInterrupt."""
+    _refuse_others(task, engine)
     config = EvalConfig(
         engine=engine.config,
         sampling=SamplingConfig(**{"temperature": 0.0} | (sampling or {})),
@@ -250,6 +252,17 @@ def evaluate(
         raise KeyboardInterrupt
     how = record["sessions"][-1]["how"]
     raise FengineError(f"the run in {place(str(point.directory))} ended early: {how}; the same call goes on")
+
+
+def _refuse_others(task: Any, engine: Any) -> None:
+    """Errors: ConfigError for what is no task, or no engine."""
+    if lacks := [name for name in ("name", "version", "rows", "asks", "score", "metrics") if not hasattr(task, name)]:
+        raise ConfigError(
+            f"task must be an object with {', '.join(lacks)} (fengine.eval.tasks.task.Task), got "
+            f"{type(task).__name__}; a task of fengine's own is run by fengine eval task=NAME"
+        )
+    if not isinstance(getattr(engine, "config", None), EngineConfig):
+        raise ConfigError(f"engine must be an open Engine, got {type(engine).__name__}")
 
 
 def _run(task: Task, engine: Any, point: Point) -> tuple[int, dict[str, Any] | None, dict[str, Any]]:
