@@ -226,6 +226,14 @@ def test_memory_that_ends_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.ended(work) == run.USAGE and "the host's memory ended" in capsys.readouterr().err
 
 
+def test_memory_that_ends_while_words_are_read_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("hydra._internal.hydra.Hydra.compose_config", full)
+    assert run.main(["prompts=[a]"]) == run.USAGE and "the host's memory ended" in capsys.readouterr().err
+
+
 def test_help_of_every_command_needs_no_torch() -> None:
     code = (
         "import sys\n"

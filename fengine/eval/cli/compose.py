@@ -158,7 +158,7 @@ def compose(main: Hydra, command: Namespace, overrides: Sequence[str], schema: S
         if primary is not None and OmegaConf.select(primary.config, "hydra.searchpath") is not None:
             raise ConfigError(f"{name}: hydra.searchpath is refused; use --config-dir")
         config = main.compose_config(name, words, RunMode.RUN, from_shell=False)
-    except ConfigError:
+    except (ConfigError, MemoryError):
         raise
     except Exception as error:  # whatever Hydra, OmegaConf or YAML found, it is about the user's words or files
         raise ConfigError(guard.explained(error, schema)) from error
