@@ -89,6 +89,7 @@ def sampling_fields() -> dict[str, Field]:
 
 
 PROMPTS = ("input", "messages", "prompt", "text")  # what paths call what they read
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # and how long an answer may be
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -115,7 +116,9 @@ def _hint(name: str, known: Collection[str]) -> str:
     ours = OTHER_NAMES.get(name, SAMPLING.get(name, name))
     if "sampling_params" in known and ours in PARAMETERS:
         return f" It stands in sampling_params, as {ours!r}."
-    near = [ours for ours in PROMPTS if ours in known and name in PROMPTS]
+    if name == "enable_thinking" and "chat_template_kwargs" in known:
+        return " It stands in chat_template_kwargs."
+    near = [ours for words in (PROMPTS, LENGTHS) if name in words for ours in words if ours in known]
     near = near or difflib.get_close_matches(name[:80], sorted(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 

@@ -882,6 +882,8 @@ def test_what_is_refused_is_named(path: str, change: Any, param: str | None, ser
         ("/v1/completions", {"messages": CHAT}, "unknown field 'messages'. Did you mean 'prompt'?"),
         ("/v1/responses", {"messages": CHAT}, "unknown field 'messages'. Did you mean 'input'?"),
         ("/generate", {"prompt": "x"}, "Did you mean 'text'?"),
+        ("/v1/responses", {"input": "x", "max_tokens": 3}, "Did you mean 'max_output_tokens'?"),
+        ("/v1/chat/completions", {"messages": CHAT, "enable_thinking": False}, "It stands in chat_template_kwargs."),
         ("/generate", {"text": "x", "max_tokens": 5}, "It stands in sampling_params"),
         ("/chat/completions", {}, "did you mean /v1/chat/completions?"),
         ("/v1/v1/chat/completions", {}, "did you mean /v1/chat/completions?"),
