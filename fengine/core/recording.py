@@ -296,6 +296,5 @@ def replay(path: Path) -> tuple[int, int]:
     except OSError as error:
         raise InputFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        wanted = "no recording of a scheduler's steps, as scheduler.record=FILE makes one"
-        raise InputFileError(f"{path} is {wanted} ({type(error).__name__})") from error
+        raise InputFileError(f"{path} is no recording, as scheduler.record=FILE makes one: {error!r:.200}") from error
     return sum("add" in event for event in events), again.run(events[1:])

@@ -238,20 +238,21 @@ def _prompt(path: Path) -> str:
     return "" if name is None else texts[name]
 
 
+def _of_tokenizer(tokens: Path, positions: Any) -> Any:
+    most = _parsed(tokens).get("model_max_length") if os.path.lexists(tokens) else None
+    most = int(most) if type(most) is float and math.isfinite(most) else most
+    sizes = [size for size in (most, positions) if type(size) is int and size != -1]  # of positions
+    return min(sizes) if sizes and (most is None or type(most) is int) else most
+
+
 def _text_limits(directory: Path, where: str = "", positions: Any = None) -> tuple[bool, int | None]:
-    """(whether texts are in lower case, at most how many tokens of a text count: without a word about it, as many as
-    the tokenizer's config says, and as the model has `positions` for)."""
+    """(whether texts are in lower case, at most how many tokens of a text count; None: all)."""
     path, tokens = directory / "sentence_bert_config.json", directory / "tokenizer_config.json"
     config = _read(path, where) if os.path.lexists(path) else {}
     lower, most = config.get("do_lower_case", False), config.get("max_seq_length")
     if not isinstance(lower, bool):
         raise ModelLoadError(f"{path}: do_lower_case must be true or false, got {lower!r:.80}.")
-    has_positions = most is None and type(positions) is int and positions > 0
-    if most is None and os.path.lexists(tokens):
-        path, most = tokens, _parsed(tokens).get("model_max_length")
-        most = int(most) if type(most) is float and math.isfinite(most) else most
-    if has_positions and (most is None or type(most) is int and most > positions):
-        most = positions
+    path, most = (tokens, _of_tokenizer(tokens, positions)) if most is None else (path, most)
     if not (most is None or (type(most) is int and most > 0)):
         raise ModelLoadError(f"{path}: the longest text must be a size or null, got {most!r:.80}.")
     return lower, most

@@ -66,7 +66,7 @@ def config(*words: str):  # noqa: ANN201
         ("sampling.num_beams=4", "beam search is not built"),
         ("""sampling.logit_bias={"5":-1}""", "unknown key sampling.logit_bias; fengine's word for it is a row's own"),
         ("model.load_in_8bit=true", "model.quantization=fp8"),
-        ("task.num_fewshot=3", "task.shots"),
+        ("task.num_fewshot=3", "tasks are run by fengine eval task=NAME"),
         ("task.prompt_file=a.txt", "task.prompt=@FILE"),
         ("+sampling=greedy", "write sampling=greedy, without a +"),
         (f"sampling.json_schema={__file__}", f"what is in it is sampling.json_schema=@{__file__}"),

@@ -156,15 +156,12 @@ def unknown(key: str, schema: Any) -> str:
     if told := mistakes.WHOLE.get(key) or (head not in names and mistakes.ELSEWHERE.get(head)):
         return f"unknown key {_short(key)}; {told}"
     section, _, last = key.rpartition(".")
-    tails: dict[str, str] = {}
-    for name in names:
-        tail = name.rpartition(".")[2]
-        if tail not in tails or name.rpartition(".")[0] == section:
-            tails[tail] = name
+    own = [name for name in names if name.rpartition(".")[0] == section]
+    tails = {name.rpartition(".")[2]: name for name in [*reversed(list(names)), *own]}  # the section's own count first
     told = None if last in tails else mistakes.other_name(last, list(names))
     if told is None and (near := difflib.get_close_matches(last, list(tails), 1, 0.6 if len(last) > 3 else 0.8)):
         told = f"did you mean {tails[near[0]]}?"
-    inside = [name.rpartition(".")[2] for name in names if section and name.rpartition(".")[0] == section]
+    inside = [name.rpartition(".")[2] for name in own] if section else []
     hint = f"{section} has {', '.join(inside)}" if inside else "`fengine --help` lists all keys"
     return f"unknown key {_short(key)}; {told or hint}"
 
@@ -233,19 +230,22 @@ def explained(error: BaseException, schema: Schema | None = None, word: str = ""
         raise error
     if isinstance(error, OSError) and error.strerror:  # of a name that is looked for as a file's
         return f"{error.strerror}: {str(error.filename).rpartition('/')[2]:.100}"
+    if word or isinstance(error, OverrideParseException):
+        return _of_word(error, schema, word or str(getattr(error, "override", "")))
+    if schema is not None and isinstance(error, MissingConfigException):
+        return _missing_option(error, schema)
+    told = mistakes.as_written(_of_key(error, schema))
+    file = re.match(r"In '([^']+)': \w+ raised", str(error))
+    return f"{file[1]}.yaml: {told}" if file and not told.startswith("In ") else told
+
+
+def _of_word(error: BaseException, schema: Schema | None, word: str) -> str:
+    """Of one that cannot be read. Pure."""
     key, sign, _ = word.partition("=")
     if schema is not None and sign and "." in key and key not in leaves(schema.keys) and not key.startswith("hydra."):
         return unknown(key, schema.keys)
-    if word or isinstance(error, OverrideParseException):
-        first = "" if isinstance(error, OverrideParseException) else _cause(error)[1] or "nested too deeply"
-        return mistakes.unreadable(_short(word or str(getattr(error, "override", ""))), first and f" ({_short(first)})")
-    if schema is not None and isinstance(error, MissingConfigException):
-        return _missing_option(error, schema)
-    told = re.sub(
-        r"To override a value use 'override (\S+): (.*)'", r"write \1=\2, without a +", _of_key(error, schema)
-    )
-    file = re.match(r"In '([^']+)': \w+ raised", str(error))
-    return f"{file[1]}.yaml: {told}" if file and not told.startswith("In ") else told
+    first = "" if isinstance(error, OverrideParseException) else _cause(error)[1] or "nested too deeply"
+    return mistakes.unreadable(_short(word), first and f" ({_short(first)})")
 
 
 def _cause(error: BaseException) -> tuple[BaseException, str]:
@@ -258,11 +258,14 @@ def _cause(error: BaseException) -> tuple[BaseException, str]:
 def _of_key(error: BaseException, schema: Schema | None) -> str:
     cause, first = _cause(error)
     key = getattr(cause, "full_key", None)
-    if schema is not None and (other := re.match(r"Could not override '([\w.]+)'\. No match", str(error))):
-        return unknown(other[1], schema.keys)
-    if schema is not None and key and isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        whole = re.match(rf"Could not override '({re.escape(key)}\.[^']+)'", str(error))
-        return unknown(whole[1] if whole else key, schema.keys)
+    is_unknown = key and isinstance(cause, (ConfigKeyError, ConfigAttributeError))
+    whole = re.match(rf"Could not override '({re.escape(key or '')}\.?[^']*)'(\. No match)?", str(error))
+    if schema is not None and (is_unknown or whole and whole[2]):
+        return unknown(whole[1] if whole else str(key), schema.keys)
+    return _of_value(error, cause, key, first)
+
+
+def _of_value(error: BaseException, cause: BaseException, key: str | None, first: str) -> str:
     if key and "is not a ListConfig" in first:
         return f"""{key} must be a list: {key}='["one","two"]', or of numbers {key}=[1,2]"""
     if key and "'DictConfig' to string" in first:

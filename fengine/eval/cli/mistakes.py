@@ -157,6 +157,11 @@ def other_name(key: str, names: Sequence[str], value: str = "") -> str | None:
     return None
 
 
+def as_written(told: str) -> str:
+    """A message of Hydra's, with the words of a command line for those of a file. Pure."""
+    return re.sub(r"To override a value use 'override (\S+): (.*)'", r"write \1=\2, without a +", told)
+
+
 def flag(words: Sequence[str], index: int, names: Sequence[str]) -> str:
     """What to say of the word at `index`, an option that is not known. Pure."""
     word, sign, value = words[index].partition("=")

@@ -87,7 +87,7 @@ class TaskConfig(Tuples):
 
 def check(config: TaskConfig) -> list[str]:
     """Every problem that can be seen without reading the data, one line each. Pure."""
-    problems = {**_data(config), **_kind(config), **_shots(config), **_bounds(config)}
+    problems = {**_data(config), **_kind(config), **_of_kinds(config), **_shots(config), **_bounds(config)}
     return held(problems) + pattern_problems("task.extract", config.extract) + judge.check(config.judge)
 
 
@@ -114,14 +114,6 @@ def _kind(config: TaskConfig) -> dict[str, bool]:
     generates, compared = config.kind is TaskKind.generate, config.match is not Match.none
     return {
         "task.images is for kind=generate": config.images is not None and not generates,
-        f"task.match and task.extract are for kind=generate; kind={config.kind.value} compares no texts": not generates
-        and (config.match not in (Match.none, TaskConfig.match) or config.extract is not None),
-        "task.select says which match of task.extract counts: set that, too": config.extract is None
-        and config.select is not TaskConfig.select,
-        "task.choices is for kind=choice": config.kind is not TaskKind.choice and config.choices != TaskConfig.choices,
-        "task.delimiter is for kind=choice and for task.shots": config.kind is not TaskKind.choice
-        and not config.shots
-        and config.delimiter != TaskConfig.delimiter,
         "task.target must name the reference's column, or set task.match=none": config.target is None
         and (compared or not generates),
         "task.judge.response brings the answers: leave out task.prompt, task.shots, task.samples": bool(
@@ -132,6 +124,21 @@ def _kind(config: TaskConfig) -> dict[str, bool]:
         and not generates,
         "task.vote is for several samples that are compared: set task.samples and task.match": config.vote
         and (config.samples < 2 or not compared),
+    }
+
+
+def _of_kinds(config: TaskConfig) -> dict[str, bool]:
+    """Problem -> whether it is one, of keys that would count for nothing. Pure."""
+    generates, chooses = config.kind is TaskKind.generate, config.kind is TaskKind.choice
+    compares = config.match not in (Match.none, TaskConfig.match) or config.extract is not None
+    selects = config.select is not TaskConfig.select
+    return {
+        f"task.match and task.extract are for kind=generate; kind={config.kind.value} compares no texts": not generates
+        and compares,
+        "task.select says which match of task.extract counts: set that, too": selects and config.extract is None,
+        "task.choices is for kind=choice": not chooses and config.choices != TaskConfig.choices,
+        "task.delimiter is for kind=choice and for task.shots": not (chooses or config.shots)
+        and config.delimiter != TaskConfig.delimiter,
     }
 
 
