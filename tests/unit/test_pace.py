@@ -4,14 +4,17 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fengine.core.request import Drafting, Request, SamplingParams
+from fengine.core.scheduler_output import Drafts
 from fengine.core.speculation import Ask, Speculation, gain_of, pays
+from fengine.speculative.ahead import tries_of
 from fengine.speculative.draft import DraftModel
-from fengine.speculative.memo import Memo
+from fengine.speculative.memo import Chained, Memo
 from fengine.speculative.pace import GROWTH, LONGEST, REST, WAIT, Cost, Pace
 from fengine.speculative.proposers import EXPERTS, HOST, LEAST_GUESS, times_of
 
@@ -139,6 +142,27 @@ def test_a_draft_that_is_behind_knows_what_was_known_at_its_last_try() -> None:
         Ask(0, Request("r", 4, [1] * 10 + [5, 6, 1], SamplingParams(), 0, 20, frozenset()), Drafting(), 0, 1, 5), 2
     )
     assert memo.done == 8
+
+
+def test_guesses_go_on_behind_a_step_that_tries_all_rows_which_are_sure_to_be_tried_again() -> None:
+    def changed(name: str) -> list[tuple[int, int, int]]:
+        rows, drafts = [], [Drafts(0, [5, 6]), Drafts(2, [7])]
+        for rid in "ac":
+            params = SamplingParams(frequency_penalty=1.0) if name == "edited" and rid == "c" else SamplingParams()
+            request = Request(rid, 4, [1] * 10, params, 0, 20, frozenset())
+            memo = Memo(Pace(5, Cost(0.01)), guesses=[5, 6], known=10, room=16)
+            rows.append((Ask(0, request, Drafting(memo=memo), 0, 1, 5), memo, True))
+        ask, memo, _ = rows[1]
+        memo.pace.rest = 24 * (name == "rests")  # and would again, if nothing is right
+        ask.drafting.memo = None if name == "left its row" else memo
+        requests = [ask.request for ask, *_ in rows]
+        requests.insert(1, Request("b", 4, [1] * 6, SamplingParams(), 0, 20, frozenset()))
+        output: Any = SimpleNamespace(requests=requests, rows=[0, 1, 2], drafts=drafts[: 1 + (name != "not tried")])
+        tries = tries_of(Chained(rows, lambda: np.zeros(0)), output, 0)
+        return [(each.tried, each.own, each.draws) for each in tries]
+
+    assert changed("nothing") == [(2, 0, 3), (1, 2, 5)]
+    assert not any(map(changed, ("edited", "rests", "left its row", "not tried")))
 
 
 def test_what_tries_bring_is_summed_alike_by_every_python() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.server.output_parser import Delta, OutputParser, parse_output
-from fengine.server.tool_calls import FORMATS, forced_schema, format_of, new_call_id, require_format
+from fengine.server.tool_calls import FORMATS, forced_schema, format_of, new_call_id, require_format, strict_tag
 
 BY_NAME = {form.name: form for form in FORMATS}
 PARIS, ROME = ("weather", {"city": "Paris"}), ("weather", {"city": "Rome", "days": 3})
@@ -278,3 +278,13 @@ def test_the_forced_schema_keeps_each_functions_definitions() -> None:
     assert schema["$defs"] == {"0.P": {"type": "integer"}} and schema["maxItems"] == schema["minItems"] == 1
     assert second["properties"] == {"name": {"const": "g"}, "arguments": {"type": "object"}}
     assert point["$defs"] and forced_schema([{"name": "g"}], parallel=True)["maxItems"] == 16
+
+
+def test_only_the_functions_that_are_strict_hold_their_schema() -> None:
+    hermes = BY_NAME["hermes"]
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    some = [{"name": name, "parameters": schema, "strict": strict}
+            for name, strict in (("a", True), ("b", False), ("c", None))]  # fmt: skip
+    tag = strict_tag(hermes, some)
+    assert tag is not None and [one["schema"] for one in tag["structures"]] == [schema, *[{"type": "object"}] * 2]
+    assert strict_tag(hermes, some[1:]) is None
