@@ -66,7 +66,8 @@ BESIDE = {  # by how the name of a file begins: the first that fits
                        "engine/test_speculation.py"),
     "engine": ("engine/test_ends.py", "engine/test_engine.py", "engine/test_lifecycle.py"),
     "speculative": DRAFTS,
-    "worker": ("engine/test_engine.py", "engine/test_lora.py", "engine/test_extended.py", "engine/test_speculation.py"),
+    "worker": ("engine/test_engine.py", "engine/test_lora.py", "engine/test_extended.py", "engine/test_speculation.py",
+               "engine/test_drafts_with_all.py"),
 }  # fmt: skip
 ALONE = ("eval", "core/recording", "core/sampling", "core/parameter", "core/plain", "core/scalars")
 COMPARE = {

@@ -203,6 +203,7 @@ def test_chains_that_go_on_before_a_step_is_read_guess_the_same(
     settings: dict[str, Any] = BOX | SELF | {"disable_overlap_schedule": False}
     params: Any = [{"max_new_tokens": 14 + 6 * i, "sampling_seed": i, "temperature": 0.5 * (i % 3)} for i in range(6)]
     params[4]["max_new_tokens"] = 1
+    edited = [*params[:5], params[5] | {"max_new_tokens": 6, "frequency_penalty": 0.6}]  # beside it nothing goes on
     prompts = [STORY] * 4 + [STORY * 30] * 2  # the long ones come where others end, and fill steps
     found, taken = [], Counter[bool]()
     with ExitStack() as stack:
@@ -231,7 +232,8 @@ def test_chains_that_go_on_before_a_step_is_read_guess_the_same(
             one = speculation if ahead else replace(speculation, go_ahead=lambda output: None)
             in_loop(llm._parts.core, lambda one=one: setattr(scheduler, "speculation", one))
             llm.flush_cache()
-            outputs: Any = [llm.generate(prompts[:n], params[:n], return_logprob=True) for n in (1, 6)]
+            outputs: Any = [llm.generate(prompts[: len(some)], some, return_logprob=True)
+                            for some in (params[:1], params, edited)]  # fmt: skip
             found.append([
                 (told["output_token_logprobs"], {name: told[name] for name in told if name.startswith("spec_")})
                 for output in outputs for told in (each["meta_info"] for each in output)
