@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
+from os.path import exists
 from typing import Any
 
 from fengine import __version__
@@ -140,7 +140,7 @@ def _method(name: str, arguments: Fields, as_vllm: bool = False) -> Callable[[Se
         given = {key: value for key, value in take(body, arguments).items() if value is not None}
         found = getattr(service.engine, name)(**given)
         if as_vllm and not found.success:
-            there = service.engine._parts.adapters is None or "lora_path" in given and Path(given["lora_path"]).exists()
+            there = service.engine._parts.adapters is None or "lora_path" in given and exists(given["lora_path"])
             raise ApiError(400 if there else 404, found.error_message)
         return {"success": True} if found is None else found
 
@@ -214,7 +214,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
              _as_chat(responses.to_chat, responses.ResponseWriter), words=responses.WORDS),
     Endpoint(("/v1/messages",), "Anthropic's messages.", messages.FIELDS,
              _as_chat(messages.to_chat, messages.MessageWriter), words=messages.WORDS),
-    Endpoint(("/v1/messages/count_tokens",), "How many tokens a chat has.", messages.COUNTED, call=_count_tokens),
+    Endpoint(("/v1/messages/count_tokens",), "How many tokens a chat has.", messages.COUNTED, call=_count_tokens,
+             words=messages.WORDS),
     Endpoint(("/generate",), "SGLang's: Engine.generate.", native.GENERATE, _of_engine(native.generate)),
     Endpoint(("/encode",), "SGLang's: Engine.encode.", pooled.ENCODE, _of_engine(pooled.encode)),
     Endpoint(("/v1/embeddings",), "Vectors of texts.", pooled.EMBEDDINGS, _EMBEDDINGS),

@@ -54,7 +54,7 @@ class ToolCall:
         schema: Any = next((one.get("parameters") for one in functions if one["name"] == self.name), None)
         schemas = schema.get("properties") if isinstance(schema, dict) else None
         schemas = schemas if isinstance(schemas, dict) else {}
-        values = {name: written_value(text, schemas.get(name)) for name, text in self.arguments.items()}
+        values = {name: written_value(text, schemas.get(name), schema) for name, text in self.arguments.items()}
         return replace(self, arguments=values, untyped=False)
 
 

@@ -10,6 +10,7 @@ from fengine.core.json_text import refuse_constant
 
 _NAMES = {"true": True, "false": False, "null": None}
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_INNER = ("anyOf", "oneOf", "allOf")
 _STRICT = json.JSONDecoder(parse_constant=refuse_constant)
 
 
@@ -41,10 +42,11 @@ def python_value(node: ast.expr) -> Any:
     return value
 
 
-def written_value(text: str, schema: Any) -> Any:
+def written_value(text: str, schema: Any, root: Any = None) -> Any:
     """The value of an argument that stands as it is if it is a string, and else as JSON, or as Python writes it: what
-    it is the function's JSON schema tells. Without a word of that, JSON where it reads as such. Pure."""
-    kinds = _kinds(schema)
+    it is its JSON schema tells, within `root`, the function's. Without a word of that, JSON where it reads as such.
+    Pure."""
+    kinds = _kinds(schema, root)
     if kinds == {"string"}:
         return text
     with suppress(ValueError):
@@ -60,14 +62,34 @@ def _kind(value: Any) -> str:
     return _KINDS.get(type(value), "null")
 
 
-def _kinds(schema: Any) -> set[str]:
-    """The types that a JSON schema names; none: it does not tell. Pure."""
-    if not isinstance(schema, dict):
-        return set()
+def _kinds(schema: Any, root: Any) -> set[str]:
+    """The types that a JSON schema names, itself or by references into `root`; none: it does not tell. Pure."""
+    found, left, seen = set[str](), [schema], set[str]()
+    while left:
+        one = left.pop()
+        own = _own_kinds(one) if isinstance(one, dict) else set[str]()
+        found |= own
+        if isinstance(one, dict) and not own:
+            left += [inner for name in _INNER if isinstance(one.get(name), list) for inner in one[name]]
+            if isinstance(to := one.get("$ref"), str) and to not in seen:
+                seen.add(to)
+                left.append(_pointed(root, to))
+    return found | ({"integer"} if "number" in found else set())
+
+
+def _own_kinds(schema: dict[str, Any]) -> set[str]:
+    """The types that stand in it, or those of its values. Pure."""
     named = schema.get("type", [])
-    found = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
-    if found:
-        return found | ({"integer"} if "number" in found else set())
+    if found := {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}:
+        return found
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    inner = [one for name in ("anyOf", "oneOf") for one in schema.get(name) or ()]
-    return {_kind(value) for value in values}.union(*map(_kinds, inner))
+    return {_kind(value) for value in values}
+
+
+def _pointed(root: Any, to: str) -> Any:
+    """What a reference such as #/$defs/Size points to; None: nothing within `root`. Pure."""
+    if not to.startswith("#"):
+        return None
+    for name in to.split("/")[1:]:
+        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+    return root

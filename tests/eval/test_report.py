@@ -138,7 +138,13 @@ def test_a_run_against_its_records(cli: Any, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_page_to_be_sent_tells_no_paths_of_its_machine(cli: Any, tmp_path: Path) -> None:
-    cli(f"out={tmp_path}/inside/c", f"model.tokenizer_path={tmp_path.parent}/tok/box")
+    (tmp_path / "conf").mkdir()
+    cli(
+        "--config-dir",
+        f"{tmp_path}/conf",
+        f"out={tmp_path}/inside/c",
+        f"model.tokenizer_path={tmp_path.parent}/tok/box",
+    )
     os.chdir(tmp_path / "inside")
     assert run.main(["report", "c"]) == 0
     page = Path("c/report.html").read_text()

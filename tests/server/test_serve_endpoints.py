@@ -184,7 +184,8 @@ def test_weights_and_adapters_need_the_admin_key(engine: Engine, server: Live) -
     texts = [post(server, "/v1/completions", {"model": name, "prompt": PROMPT, "temperature": 0})["choices"][0]["text"]
              for name in ("sql", "more", "box:more", "box", "default")]  # fmt: skip
     assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4]
-    for lora_path, name, status in ((adapter, "more", 400), (str(BOX), "other", 400), ("/nowhere", "other", 404)):
+    for lora_path, name, status in ((adapter, "more", 400), (str(BOX), "other", 400), ("/nowhere", "other", 404),
+                                    ("n" * 5000, "other", 404)):  # fmt: skip
         answer = server.ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": lora_path}, **KEY)
         assert answer.status == status and answer.json["error"]["message"]
     answer = server.ask("POST", "/load_lora_adapter", {"lora_name": "other", "lora_path": "/nowhere"}, **KEY)
@@ -469,6 +470,9 @@ def test_tokens_of_several_texts_in_sglangs_words(engine: Engine, server: Live) 
     chat = post(server, "/tokenize", {"messages": CHAT})["tokens"]
     assert post(server, "/tokenize", {"messages": CHAT, "add_special_tokens": True})["tokens"] == [chat[0], *chat]
     assert post(server, "/v1/messages/count_tokens", {"messages": CHAT})["input_tokens"] == len(chat)
+    counted = {"messages": CHAT, "output_config": {"effort": "most"}}
+    told = server.ask("POST", "/v1/messages/count_tokens", counted).json["error"]["message"]
+    assert told == server.ask("POST", "/v1/messages", counted | {"max_tokens": 1}).json["error"]["message"]
 
 
 def test_a_last_message_goes_on(engine: Engine, server: Live) -> None:

@@ -123,6 +123,10 @@ PLAIN, OR_NULL = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "nu
         (OR_NULL, "12345", "12345"),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"type": ["string", "number"]}, "3", 3),
+        ({"anyOf": [{"$ref": "#/$defs/code"}, {"type": "null"}]}, "12345", "12345"),
+        ({"allOf": [{"$ref": "#/$defs/code"}]}, "12345", "12345"),
+        ({"oneOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/none"}, {"$ref": "other.json"}]}, "3", 3),
+        ({"anyOf": 5}, "12345", 12345),
         ({"type": "boolean"}, "True", True),
         ({"type": ["integer", "null"]}, "None", None),
         ({"type": "object"}, "{'a': [1, None]}", {"a": [1, None]}),
@@ -138,7 +142,9 @@ def test_a_written_argument_has_the_type_that_the_schema_tells(name: str, schema
     call, argument = WRITTEN[name]
     written = call.format(argument.format("n", "7") + argument.format("x", text))
     properties = {"n": {"type": "integer"}} | ({} if schema is None else {"x": schema})
-    functions = [{"name": "other"}, {"name": "write", "parameters": {"type": "object", "properties": properties}}]
+    definitions = {"code": {"enum": ["12345", "6"]}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}
+    parameters = {"type": "object", "properties": properties, "$defs": definitions}
+    functions = [{"name": "other"}, {"name": "write", "parameters": parameters}]
     for pieces in ([written], list(written)):
         (found,) = streamed(OutputParser(BY_NAME[name], functions=functions), pieces).calls
         assert (found.name, found.arguments, found.problem) == ("write", {"n": 7, "x": value}, None)

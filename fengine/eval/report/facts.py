@@ -153,7 +153,7 @@ def commands(manifest: dict[str, Any], folder: Path) -> list[list[str]]:
 
 def _word(word: Any) -> str:
     key, mark, value = str(word).partition("=")
-    return key + mark + public(value)
+    return key + mark + public(value) if mark else public(key)
 
 
 def object_in(path: Path, notes: list[str] | None = None) -> dict[str, Any] | None:
