@@ -87,6 +87,16 @@ def test_the_library_serves_many_rows_only_and_the_reference_what_is_not_proved(
     assert linear_launch.choose(x, w, 4, None, None) == REFERENCE and asked == schedules(1, 4, 8, torch.bfloat16)
 
 
+def test_fast_products_of_few_rows_are_no_slower_than_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_launch, "hopper_processors", lambda x, w: 132)
+    monkeypatch.setattr(linear_launch, "is_proved", lambda *_: True)
+    monkeypatch.setattr(linear_launch, "run", lambda x, w, n, bias, dtype, s: s)
+    w = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    x = torch.empty(300, 4096, dtype=torch.bfloat16)
+    assert linear_launch.fast_launch(x[:1], w, 4096, None, None) == schedules(1, 4096, 4096, x.dtype, 132)[0]
+    assert linear_launch.fast_launch(x, w, 4096, None, None) == LIBRARY
+
+
 def test_several_blocks_are_attended_at_once_where_few_programs_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_few_hopper, "usable", lambda q, k: True)
 
