@@ -226,6 +226,7 @@ def test_help_of_a_word(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["sampling.max_new_tokens=64", "model.context_length=64"], "has 64 tokens: at most 63"),
         (["eval", "task=capitals", "sampling.max_new_tokens=8"], "the task's own counts, task.max_new_tokens=64"),
+        (["eval", "task=capitals", "++sampling.max_new_tokens=8"], "the task's own counts, task.max_new_tokens=64"),
         (["out=a.csv"], "one JSON object a line; name it out=FILE.jsonl"),
         (["out=-"], "one JSON object a line; name it out=FILE.jsonl"),
         (["out=/dev/full"], "/dev/full cannot be written: No space left"),

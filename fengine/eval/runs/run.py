@@ -82,11 +82,12 @@ def run_point(
 
 def refuse_shadowed(task: TaskConfig, words: Sequence[str]) -> None:
     """A parameter that is given for the run, and counts for nothing since the task has its own. Errors: ConfigError."""
+    given = {word.lstrip("+").partition("=")[0]: word for word in words}
     for name in ("max_new_tokens", "stop"):
-        own, given = getattr(task, name), [word for word in words if word.startswith(f"sampling.{name}=")]
-        if own is not None and given and not any(word.startswith(f"task.{name}=") for word in words):
+        own, word = getattr(task, name), given.get(f"sampling.{name}")
+        if own is not None and word is not None and f"task.{name}" not in given:
             told = list(own) if isinstance(own, tuple) else own
-            raise ConfigError(f"{given[0]:.200}: the task's own counts, task.{name}={told}; set that")
+            raise ConfigError(f"{word:.200}: the task's own counts, task.{name}={told}; set that")
 
 
 def survey(config: EvalConfig, base: Path, screen: QuietView) -> None:
