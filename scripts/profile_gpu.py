@@ -44,7 +44,7 @@ OPS = (  # the first that matches a kernel's name
     ("activation", r"^(activate|soft_cap)_kernel"),
     ("feed, take, hand on", r"^(feed|take|hand_on|go_on|catch_up)_kernel"),
     ("adapters", r"^(shrink|expand)_kernel"),
-    ("experts", r"^(grouped|combine|few_(gate|down)(_hopper)?|route|members|lists|(w8a8_)?experts|\w+_tiles)_kernel"),
+    ("experts", r"^(grouped|combine|few_(gate|down)_hopper|route|members|lists|(w8a8_)?experts|\w+_tiles)_kernel"),
     ("logit edits and masks", r"^(edit|bitmask|penalize|add|count)_kernel"),
     ("likeliest tokens", r"^top_(block|row)_kernel"),
     ("copies", r"memcpy|memset|copy|catarray|fill"),

@@ -6,7 +6,7 @@ worst case, and programs behind the last tile end at once.
 # pyright: reportInvalidTypeForm=false
 
 from fengine.ops.activations import gated_product
-from fengine.ops.experts_routing import find_tile, slots, weigh
+from fengine.ops.experts_routing import find_tile
 from fengine.ops.linear_kernels import products as summed
 from fengine.ops.registration import begin, tl, triton, wait
 
@@ -98,86 +98,3 @@ def combine_kernel(part_ptr, id_ptr, index_ptr, base_ptr, shared_ptr, gate_ptr, 
     if SHARED:
         total += shared_part(shared_ptr + token * D + col, col < D, gate_ptr, token, GATE)
     tl.store(y_ptr + token * D + col, total.to(y_ptr.dtype.element_ty), mask=col < D)
-
-
-# -- few tokens: no lists, a tile has one row --------------------------------------------------------------------------
-
-
-@triton.jit
-def few_gate_kernel(logits_ptr, correction_ptr, x_ptr, w_ptr, bias_ptr, h_ptr, E, N, K, limit, A: tl.constexpr,
-                    SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
-                    BE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN columns of one pair's gated product; every program finds the pair's expert by itself."""
-    begin(PDL)
-    blocks = tl.cdiv(N, BN)
-    pid = tl.program_id(0)
-    pair = pid // blocks
-    token = pair // A
-    wait(PDL)
-    slot, _ = slots(logits_ptr + token.to(tl.int64) * E, correction_ptr, E, A, SIGMOID, CORRECTED, BE)
-    expert = tl.sum(tl.where(slot == pair % A, tl.arange(0, BE), 0), 0)
-    row = tl.arange(0, BM)
-    col = pid % blocks * BN + tl.arange(0, BN)
-    x_rows = x_ptr + (token + row * 0).to(tl.int64) * K
-    w_expert = w_ptr + expert.to(tl.int64) * 2 * N * K
-    gate, up = products(x_rows, row == 0, w_expert, col, N, K, BM, BN, BK, SWAP, EVEN, True)
-    if BIAS:
-        bias_expert = bias_ptr + expert * 2 * N + col
-        gate += tl.load(bias_expert, mask=col < N, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_expert + N, mask=col < N, other=0.0).to(tl.float32)[None, :]
-    out = gated(gate, up, limit, LIMITED, h_ptr.dtype.element_ty)
-    at = h_ptr + pair.to(tl.int64) * N + row[:, None] * 0 + col[None, :]
-    tl.store(at, out, mask=(row == 0)[:, None] & (col < N)[None, :])
-
-
-@triton.jit
-def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_ptr, gate_ptr, y_ptr, E, N, K, scale,
-                    A: tl.constexpr, AP: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
-                    CORRECTED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
-    """BN columns of one token's result: all its experts side by side, one a warp, then their sum in order of ids.
-
-    The kernel in front, few_gate_kernel, lets this one start when the logits are there: experts are chosen while that
-    one runs.
-    """
-    begin(PDL)
-    blocks = tl.cdiv(N, BN)
-    token = tl.program_id(0) // blocks
-    col = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
-    slot = tl.arange(0, AP)
-    k = tl.arange(0, BK)
-    row = tl.arange(0, BM)
-    place, logit = slots(logits_ptr + token.to(tl.int64) * E, correction_ptr, E, A, SIGMOID, CORRECTED, BE)
-    mine = place[None, :] == slot[:, None]
-    expert = tl.sum(tl.where(mine, tl.arange(0, BE)[None, :], 0), 1)
-    rows = w_ptr + (expert.to(tl.int64)[:, None] * N + (col % N)[None, :]) * K
-    weight = weigh(place >= 0, tl.arange(0, BE), logit, E, RENORMALISE, SIGMOID, scale, BE)
-    weight = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)  # of one number and zeros
-    wait(PDL)
-    w_tile = rows[:, :, None] + k[None, None, :]
-    h_tile = h_ptr + (token * A + slot).to(tl.int64)[:, None, None] * K + row[None, :, None] * 0 + k[None, None, :]
-    there = (slot < A)[:, None, None]
-    only = there & (row == 0)[None, :, None]
-    acc = tl.zeros((AP, BN, BM), tl.float32)
-    for start in range(0, K, BK):
-        if EVEN and A == AP:
-            w = tl.load(w_tile)
-        else:
-            w = tl.load(w_tile, mask=there & (start + k < K)[None, None, :], other=0.0)
-        h = tl.load(h_tile, mask=only & (start + k < K)[None, None, :], other=0.0)
-        acc = tl.dot(w, tl.permute(h, (0, 2, 1)), acc, input_precision="ieee")
-        w_tile += BK
-        h_tile += BK
-    part = tl.sum(tl.where((row == 0)[None, None, :], acc, 0.0), 2)  # of one number and zeros
-    if BIAS:
-        bias = tl.load(bias_ptr + expert[:, None] * N + col[None, :], mask=(col < N)[None, :], other=0.0)
-        part += bias.to(tl.float32)
-    part = (part * weight[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
-    total = tl.zeros((BN,), tl.float32)
-    for one in tl.static_range(A):
-        total += tl.sum(tl.where((slot == one)[:, None], part, 0.0), 0)
-    if SHARED:
-        total += shared_part(shared_ptr + token.to(tl.int64) * N + col, col < N, gate_ptr, token, GATE)
-    tl.store(y_ptr + token.to(tl.int64) * N + col, total.to(y_ptr.dtype.element_ty), mask=col < N)

@@ -14,7 +14,7 @@ from fengine.ops.experts_schedules import REFERENCE, FewBits, Schedule, Tiles, s
 from fengine.ops.experts_w8a8_launch import Pairs
 from fengine.ops.fragments import Fragments
 from fengine.ops.proof import proved, random_rows, same_bits
-from fengine.ops.registration import MIDDLE, dependent_launch, plain, stages_that_fit, triton
+from fengine.ops.registration import dependent_launch, plain, stages_that_fit, triton
 
 AnySchedule = Schedule | FewBits | Pairs
 
@@ -92,30 +92,11 @@ def run(call: Call, s: AnySchedule) -> Tensor:
     if isinstance(s, FewBits):
         return _few_bits(call, s)
     call = call._replace(weights=call.weights.whole(call.sizes))
-    return {"few": few, "narrow": narrow}.get(s.kind, many)(call, s)
-
-
-def few(call: Call, s: Schedule) -> Tensor:
-    """Every pair by itself. Pure."""
-    t, e, a, f, d = call.sizes
-    x_TD, w, r, device = call.x_TD, call.weights, call.routing, call.x_TD.device.index
-    h_PF, y_TD = x_TD.new_empty(t * a, f), torch.empty_like(x_TD)
-    launcher(kernels.few_gate_kernel, (t * a * triton.cdiv(f, s.gate.block_n),))(
-        call.logits_TE, w.correction, x_TD, w.gate_up, w.gate_up_bias, h_PF, e, f, d, call.limit, a, r.sigmoid,
-        w.correction is not None, w.gate_up_bias is not None, call.limit > 0, *s.gate[:4], d % s.gate.block_k == 0,
-        power(e), **_options(x_TD, s.gate, 2), **dependent_launch(device, MIDDLE)
-    )  # fmt: skip
-    launcher(kernels.few_down_kernel, (t * triton.cdiv(d, s.down.block_n),))(
-        call.logits_TE, w.correction, h_PF, w.down, w.down_bias, call.shared_TD, call.gate_T1, y_TD, e, d, f, r.scale,
-        a, power(a), r.renormalise, r.sigmoid, w.correction is not None, w.down_bias is not None,
-        call.shared_TD is not None, call.gate_T1 is not None, *s.down[:3], f % s.down.block_k == 0, power(e),
-        **_options(x_TD, s.down, power(a)), **dependent_launch(device)
-    )  # fmt: skip
-    return y_TD
+    return (narrow if s.kind == "narrow" else many)(call, s)
 
 
 def narrow(call: Call, s: Schedule) -> Tensor:
-    """As `few`, on NVIDIA Hopper. Pure."""
+    """Every pair by itself. Pure."""
     t, _, a, f, _ = call.sizes
     x_TD, w, r = call.x_TD, call.weights, call.routing
     assert w.gate_up is not None and w.down is not None

@@ -15,8 +15,6 @@ from fengine.ops.registration import begin, dependent_launch, tl, triton, wait
 
 AT_ONCE = 1 << 12  # pairs of a token and an expert, or of a tile and one, that one program looks at
 LEAST = tl.constexpr(-0x80000000)
-WHOLE = tl.constexpr(128)  # experts up to which all are compared with all at once
-CHUNK = tl.constexpr(32)  # experts of more that every expert is compared with at a time
 
 
 class Routing(NamedTuple):
@@ -74,30 +72,6 @@ def halved_sum(x, WIDTH: tl.constexpr):
     else:
         x = tl.sum(x, 0)  # of one number
     return x
-
-
-@triton.jit
-def slots(row_ptr, correction_ptr, E, A: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
-          BE: tl.constexpr):  # fmt: skip
-    """(slot of each of BE experts, or -1; logits) of the token whose logits stand at row_ptr."""
-    id = tl.arange(0, BE)
-    logit, key = scores(row_ptr, correction_ptr, id, E, SIGMOID, CORRECTED)
-    if BE <= WHOLE:
-        rank = tl.sum(before(key, id, key, id).to(tl.int32), 0)
-    else:
-        rank = tl.zeros((BE,), tl.int32)
-        for start in range(0, E, CHUNK):
-            other = start + tl.arange(0, CHUNK)
-            _, rival = scores(row_ptr, correction_ptr, other, E, SIGMOID, CORRECTED)
-            rank += tl.sum(before(rival, other, key, id).to(tl.int32), 0)
-    selected = (rank < A) & (id < E)
-    return tl.where(selected, tl.cumsum(selected.to(tl.int32), 0) - 1, -1), logit
-
-
-@triton.jit
-def before(rival, other, key, id):
-    """[others, ids]: whether the other expert comes first."""
-    return (rival[:, None] > key[None, :]) | ((rival[:, None] == key[None, :]) & (other[:, None] < id[None, :]))
 
 
 @triton.jit

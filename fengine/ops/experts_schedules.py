@@ -13,9 +13,7 @@ class Schedule(NamedTuple):
     """How the tree is computed; free to differ per call, because the bits do not depend on it. A product of an expert
     is cut as one of linear.py."""
 
-    # "few": no lists, a program a pair; "narrow": the same by experts_few_hopper.py. "grouped": lists of each expert's
-    # pairs; "hopper": the same by experts_hopper.py
-    kind: str
+    kind: str  # "narrow": experts_few_hopper.py. "grouped": lists of each expert's pairs. "hopper": experts_hopper.py
     gate: Tiles
     down: Tiles
 
@@ -29,12 +27,10 @@ class FewBits(NamedTuple):
 
 REFERENCE = Schedule("grouped", Tiles(64, 64, 64, False, 4, 3), Tiles(64, 64, 64, False, 4, 3))
 FLOAT32 = Schedule("grouped", Tiles(16, 64, 32, False, 4, 2), Tiles(16, 64, 32, False, 4, 2))
-FEW = Schedule("few", Tiles(16, 32, 128, False, 4, 4), Tiles(16, 16, 128, True, 4, 3))
-NARROW = (  # largest number of pairs
+NARROW = (  # largest number of pairs; more meet in the same experts: read once, they outweigh the lists
     (8, Schedule("narrow", Tiles(8, 16, 128, True, 4, 4), Tiles(8, 16, 128, True, 4, 12))),
     (16, Schedule("narrow", Tiles(8, 32, 128, True, 4, 4), Tiles(8, 16, 128, True, 4, 6))),
 )
-FEW_PAIRS = 16  # more pairs than that meet in the same experts: read once, they outweigh the lists
 GROUPED = (  # largest number of rows that an expert has on average
     (8, Schedule("grouped", Tiles(16, 64, 128, True, 4, 3), Tiles(16, 128, 128, True, 4, 3))),
     (20, Schedule("grouped", Tiles(32, 64, 64, True, 4, 5), Tiles(32, 128, 64, True, 4, 5))),
@@ -74,9 +70,8 @@ def schedules(tokens: int, experts: int, top_k: int, f: int, d: int, dtype: torc
     pairs = tokens * top_k
     rows = cdiv(pairs, experts)
     narrow = [s for most, s in NARROW if hopper and pairs <= most][:1]
-    few = [*narrow, FEW] if pairs <= FEW_PAIRS else []
     many = [HOPPER] if hopper and rows > GROUPED[-1][0] else []
     ours = [s for most, s in GROUPED if rows <= most][:1] or [MANY]
-    whole = [s._replace(gate=even(s.gate, d), down=even(s.down, f)) for s in (*few, *many, *ours)]
+    whole = [s._replace(gate=even(s.gate, d), down=even(s.down, f)) for s in (*narrow, *many, *ours)]
     few_bits = [of_whole_groups(s, group) for most, s in FEW_BITS if group and rows <= most]
     return [*few_bits[:1], *whole]

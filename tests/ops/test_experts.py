@@ -174,7 +174,7 @@ def test_schedules_follow_the_rows_of_an_expert():
         found = experts_schedules.schedules(t, 128, 8, 768, 2048, dtype, hopper)
         return [(s.kind, s.gate.block_m) for s in found if isinstance(s, experts_schedules.Schedule)]
 
-    assert kinds(1, False) == [("few", 16), ("grouped", 16)] and kinds(1, True) == [("narrow", 8), *kinds(1, False)]
+    assert kinds(1, False) == [("grouped", 16)] and kinds(1, True) == [("narrow", 8), ("grouped", 16)]
     assert kinds(32, True) == [("grouped", 16)] and kinds(512, True) == [("grouped", 64)]
     assert kinds(8192, True)[0] == ("hopper", 128) and kinds(8192, False) == [("grouped", 128)]
     assert kinds(8192, True, torch.float32) == [("grouped", 16)]
