@@ -298,7 +298,9 @@ def test_the_file_of_another_run_is_not_overwritten(
     Path("mine.jsonl").write_text("precious")
     assert run.main(["prompts=[a]", "out=mine.jsonl"]) == run.USAGE
     assert "is there already" in capsys.readouterr().err and Path("mine.jsonl").read_text() == "precious"
-    assert Path("o.jsonl").read_bytes() == before and len(engines) == 1
+    Path("empty.jsonl").touch()  # of mktemp: there is nothing to lose
+    assert run.main(["prompts=[a]", "out=empty.jsonl"]) == run.OK and Path("empty.jsonl").read_bytes()
+    assert Path("o.jsonl").read_bytes() == before and len(engines) == 2
 
 
 def test_one_prompt_runs_as_it_stands(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,8 @@ def run_point(
         base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
     task = open_task(config.task, base)
     rows = index_rows(task).shard(parse_shard(config.run.shard))
-    if export is not None and not export.device and export.path.exists() and not (point.directory / MANIFEST).exists():
+    theirs = export is not None and not export.device and export.path.exists() and export.path.stat().st_size
+    if export is not None and theirs and not (point.directory / MANIFEST).exists():
         raise StorageError(f"{export.path} is there already, of another run; choose another out=, or remove it")
     remedy = "another out=DIR" if export is None else "hydra.run.dir=DIR or another out="
     with RunFolder(point.directory, remedy) as folder:
