@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from operator import mul
 from typing import Any
 
-from fengine.server.errors import unsupported
+from fengine.server.errors import invalid, unsupported
 from fengine.server.fields import Fields, typed
 
 Activation = Callable[[list[float]], list[float]]
@@ -17,8 +17,11 @@ ACTIVATION: Fields = {
 
 
 def wanted(given: Mapping[str, Any], other: bool | None, word: str = "activation") -> Any:
-    """What a body says by a word or by vLLM's newer one, or `other`. Pure."""
-    return next((given[name] for name in (word, "use_activation") if given[name] is not None), other)
+    """What a body says by a word or by vLLM's newer one, or `other`. Pure. Errors: ApiError where they differ."""
+    said = [given[name] for name in (word, "use_activation") if given[name] is not None]
+    if len(set(said)) > 1:
+        raise invalid("use_activation", f"use_activation and {word} say different things; leave one of them out.")
+    return said[0] if said else other
 
 
 def cosine(a: list[float], b: list[float]) -> float:

@@ -142,6 +142,8 @@ def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     if parts.spec.num_labels is None:
         told = "this model is no classifier; serve a checkpoint of …ForSequenceClassification."
         raise ApiError(400, told, "model", "unsupported_feature")
+    if given["input"] == []:
+        refuse_chat(body, "input")
     prompts, count, images = ([], 0, None) if given["input"] == [] else _prompts(body, given, engine)
     config = hf_config(parts)
     names, activation = config.get("id2label") or {}, heads.of_labels(config, heads.wanted(given, True))

@@ -359,6 +359,12 @@ def test_a_classifier_tells_labels(tmp_path: Path) -> None:
             assert probs == [pytest.approx(meant(torch.tensor(found)).tolist(), abs=1e-6) for found in raw]
         short = post(server, "/classify", {"input": "a b c d e f", "truncate_prompt_tokens": 3})
         assert short["usage"]["prompt_tokens"] == 3 and post(server, "/classify", {"input": []})["data"] == []
+        for body, param in (
+            ({"input": [], "messages": CHAT}, "messages"),
+            ({"input": "a", "activation": False, "use_activation": True}, "use_activation"),
+        ):
+            answer = server.ask("POST", "/classify", body)
+            assert (answer.status, answer.error["param"]) == (400, param)
         assert post(server, "/invocations", {"input": texts})["data"] == told["data"]
         for path in ("/classify", "/v1/classify", "/invocations"):
             (one,) = post(server, path, {"messages": CHAT, "use_activation": False})["data"]
