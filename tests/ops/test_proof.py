@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fengine.ops import attention_few_hopper, attention_launch, linear_launch, proof
+from fengine.ops import attention_few_hopper, attention_launch, linear_launch, proof, quantized_launch
 from fengine.ops.attention_launch import CAUSAL, Bounds, Rows
 from fengine.ops.linear_few_hopper import Narrow
 from fengine.ops.linear_launch import LIBRARY, REFERENCE, Schedule, gated_schedules, schedules
@@ -95,6 +95,18 @@ def test_fast_products_of_few_rows_are_no_slower_than_exact_ones(monkeypatch: py
     x = torch.empty(300, 4096, dtype=torch.bfloat16)
     assert linear_launch.fast_launch(x[:1], w, 4096, None, None) == schedules(1, 4096, 4096, x.dtype, 132)[0]
     assert linear_launch.fast_launch(x, w, 4096, None, None) == LIBRARY
+
+
+def test_scratch_is_no_weight_of_kernels_that_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    monkeypatch.setattr(quantized_launch, "schedules", lambda *sizes: ())
+    monkeypatch.setattr(quantized_launch, "decode", lambda matrix, k, dtype: torch.zeros(4, k, dtype=dtype))
+    monkeypatch.setattr(linear_launch, "run", lambda *arguments: used.append(arguments[5]))
+    monkeypatch.setattr(linear_launch, "choose", lambda *arguments: "chosen")
+    for rows in (1, 64, 65):
+        x, packed = torch.zeros(rows, 32, dtype=torch.bfloat16), torch.zeros(4, 16, dtype=torch.uint8)
+        quantized_launch.launch(x, packed, x[0], None, None, 4, 32, "fp4", x.dtype, None, None)
+    assert used == [REFERENCE, REFERENCE, "chosen"]
 
 
 def test_several_blocks_are_attended_at_once_where_few_programs_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,10 +189,11 @@ def problem(words: list[str], capsys: Any, monkeypatch: Any, run_it: bool = True
             return ""
     except ConfigError as error:
         return str(error)
-    draws = verb in ("", "eval") and not {"-h", "--help"} & {*words}
+    length = {"": "sampling.max_new_tokens", "eval": "task.max_new_tokens"}.get(verb)
     given = {word.partition("=")[0] for word in words}
     more = [word for word in FEWER.get(verb, []) if word.partition("=")[0] not in given and "--help" not in words]
-    more += ["sampling.max_new_tokens=2"] * (draws and "sampling.max_new_tokens" not in given)
+    if length and length not in given and not {"-h", "--help"} & {*words}:
+        more.append(f"{length}=2")
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     code = run.main([*words, *more])
     told = capsys.readouterr()

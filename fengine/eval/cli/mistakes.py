@@ -13,6 +13,7 @@ PATTERNS = ("sampling.regex", "task.extract", "task.judge.extract", "task.delimi
 FILES = ("sampling.json_schema", "sampling.ebnf", "sampling.structural_tag", "chat.template_kwargs", "chat.system",
          "task.prompt", "task.judge.prompt", "task.judge.system", "task.judge.sampling")  # fmt: skip
 TEXTS = (*PATTERNS, *FILES)  # whose values are texts with whatever is in them; those of FILES may be read as @FILE
+PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[a-z_/][\w./-]*", re.IGNORECASE)  # a text to Hydra as it stands
 MAX_FILE = 1 << 20  # bytes
 # vLLM's, SGLang's, llama.cpp's and OpenAI's names -> ours; those that end alike are found without a table.
 WORDS = {
@@ -108,7 +109,7 @@ def readable(word: str, multirun: bool, texts: Sequence[str] = ()) -> str:
         return f"{key}={quoted(_content(key, value[1:]))}"
     if key in FILES and Path(value).suffix and os.path.isfile(value):
         raise ConfigError(f"{word:.500} is a file's name; what is in it is {key}=@{value}")
-    return f"{key}={quoted(value)}" if _is_text(key, value, texts) else word
+    return f"{key}={quoted(value)}" if _is_text(key, value, texts) and not PLAIN.fullmatch(value) else word
 
 
 def _is_text(key: str, value: str, texts: Sequence[str]) -> bool:
