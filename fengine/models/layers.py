@@ -4,7 +4,7 @@ A layer is a function of its own parameters, `layer(layer, spec, rope_MK, k_PSGK
 next_norm)`, which returns (normed_TD, residual_TD, k_PSGK, v_PSGK): the stream, normed for what comes next, and the
 written pages. Layers of one kind are alike but for the values of their parameters, so one compiled layer serves all.
 
-Attention reads the pages that `qkv_rope_write` returned: read the old names, and a compiler must copy every page.
+Attention reads the pages that `rope_kv_write` returned: read the old names, and a compiler must copy every page.
 """
 
 from collections.abc import Callable
@@ -169,19 +169,15 @@ def write_kv(
     layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors, x_TD: Normed
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q_THK, and the written pages."""
+    qkv_TC = linear.linear(x_TD, layer["wqkv"], layer.get("bqkv_C"), adapters_of(batch), exact=spec.exact)
     where = (rope_MK, batch["pos_T"], places(layer, batch)[0], k_PSGK, v_PSGK, spec.num_heads)
-    adapters = adapters_of(batch)
     if "q_norm_C" in layer or "q_norm_HK" in layer:
-        qkv_TC = linear.linear(x_TD, layer["wqkv"], layer.get("bqkv_C"), adapters, exact=spec.exact)
         return rope.rope_kv_write(norm_qk(layer, spec, qkv_TC), *where)
     turned = layer.get("q_turned_norm_K")
     q_norm_K, k_norm_K = layer.get("q_norm_K"), layer.get("k_norm_K")
     if turned is not None:
         q_norm_K = k_norm_K = torch.ones_like(turned)
-    q_THK, k_PSGK, v_PSGK = rope.qkv_rope_write(
-        x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, q_norm_K, k_norm_K, spec.rms_eps, adapters,
-        spec.exact, spec.norm_shift,
-    )  # fmt: skip
+    q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(qkv_TC, *where, q_norm_K, k_norm_K, spec.rms_eps, spec.norm_shift)
     if turned is not None:  # turning keeps a norm, so only the weights stand behind it: both may go with q
         q_THK = q_THK * (turned * layer["k_turned_norm_K"])
     return q_THK, k_PSGK, v_PSGK

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fengine.ops import copy_engines, exchange, peers
-from fengine.ops.linear import Dense, Leaf, in_two
+from fengine.ops.linear import Leaf, in_two
 from fengine.ops.registration import register
 
 distributed: Any = dist  # with what its types do not tell of
@@ -128,7 +128,3 @@ class Columns(NamedTuple):
         """As `ops.linear.gated_linear`; input and product stay as they are, unless it is `whole`."""
         how = (x_TK, bias_N, adapters, exact, act, group)
         return in_two(self, *how) if self.whole else self.leaf.gated(*how)
-
-    def plain(self, adapters: Any) -> Dense | None:
-        """What kernels of several ops in one may read: its input and its product stay as they are."""
-        return None if self.whole else self.leaf.plain(adapters)

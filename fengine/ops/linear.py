@@ -91,14 +91,10 @@ class Dense(NamedTuple):
     def gated(self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Tensor:
         return _gated_op(x_TK, self.packed, self.n // 2, bias_N, *((ACTS.index(act),) if act != "silu" else ()))
 
-    def plain(self, adapters: Any) -> "Dense | None":
-        return self
-
 
 class Leaf(Protocol):
-    """A weight that knows how to multiply: `linear` and `gated` are the functions below, of it. Pure. `plain`: what
-    kernels of several ops in one may read in its place, if there is such a thing. Another kind of leaf (adapted,
-    quantized) is another op behind `linear`."""
+    """A weight that knows how to multiply: `linear` and `gated` are the functions below, of it. Pure. Another kind of
+    leaf (adapted, quantized) is another op behind `linear`."""
 
     @property
     def x_group(self) -> int:
@@ -110,8 +106,6 @@ class Leaf(Protocol):
     ) -> Tensor: ...
 
     def gated(self, x_TK: Any, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Any: ...
-
-    def plain(self, adapters: Any) -> Dense | None: ...
 
 
 def in_two(leaf: Leaf, x_TK: Any, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Any:

@@ -30,7 +30,7 @@ from fengine.errors import UnsupportedFeatureError
 from fengine.ops import linear
 from fengine.ops.ahead import launcher
 from fengine.ops.cpu import contiguous, integers, schedule
-from fengine.ops.linear import Dense, Leaf
+from fengine.ops.linear import Leaf
 from fengine.ops.lora_kernels import expand_kernel, shrink_kernel
 from fengine.ops.proof import proved
 from fengine.ops.registration import dependent_launch, plain, register, triton, wide
@@ -246,7 +246,3 @@ class Adapted(NamedTuple):
     def gated(self, x_TK: Any, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Any:
         how = (x_TK, bias_N, adapters, exact, act, group)
         return self.base.gated(*how) if adapters is None else linear.in_two(self, *how)
-
-    def plain(self, adapters: Any) -> Dense | None:
-        """That of the base where no row has an adapter."""
-        return self.base.plain(None) if adapters is None else None

@@ -163,9 +163,6 @@ class Quantized(NamedTuple):
 
     gated = in_two
 
-    def plain(self, adapters: Any) -> None:
-        """Nothing that kernels for dense matrices could read."""
-
 
 def fits(kind: str, scale_NG: Tensor) -> bool:
     """Whether scales are 2 at most, not tiny and, for integers, have 11 bits, as halves and bfloat16 do. Pure."""

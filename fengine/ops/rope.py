@@ -1,25 +1,18 @@
-"""q, k and v of each token: their product, an RMS norm of each head, rotary embedding, and k and v written to pages.
-
-    qkv = x @ w.T (+ bias);  q, k, pages = rope_kv_write(qkv)
+"""q, k and v of each token, behind their product: an RMS norm of each head, rotary embedding, k and v to pages.
 
 Rotate-half form: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) over the two halves of a head, in fp32 from an fp32
 table, one rounding to x's dtype. The norm (Qwen3) is `rms_norm` over one head, with its two roundings.
 
-Reduction trees: the product's is linear.py's; the norm reduces over the K values of one head, in a thread layout fixed
-by K."""
-
-from typing import Any
+Reduction tree: the norm reduces over the K values of one head, in a thread layout fixed by K."""
 
 import torch
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import kv_fp8, linear, rms_norm
+from fengine.ops import kv_fp8, rms_norm
 from fengine.ops.cpu import contiguous, integers, maybe, readable, schedule
-from fengine.ops.e4m3 import Rows
-from fengine.ops.linear import Leaf
 from fengine.ops.registration import register, wide
-from fengine.ops.rope_kernels import launch, qkv_launch
+from fengine.ops.rope_kernels import launch
 
 
 def reference(
@@ -69,30 +62,13 @@ def on_cpu(
     return q
 
 
-def qkv_on_cpu(
-    x: Tensor, packed: Tensor, bias: Tensor | None, rope: Tensor, pos: Tensor, slot: Tensor, k_pages: Tensor,
-    v_pages: Tensor, num_heads: int, *norms: Any,
-) -> Tensor:  # fmt: skip
-    channels = (num_heads + 2 * k_pages.shape[2]) * (k_pages.shape[3] - (k_pages.dtype == torch.uint8))
-    qkv = linear.on_cpu(x, packed, channels, bias, None)
-    return on_cpu(qkv, rope, pos, slot, k_pages, v_pages, num_heads, *norms)
-
-
-def empty_queries(x: Tensor, k_pages: Tensor, num_heads: int) -> Tensor:
-    return x.new_empty((x.shape[0], num_heads, kv_fp8.width_of(k_pages)))
-
-
-WHERE = (
-    "Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, Tensor(b!) v_pages, int num_heads, Tensor? q_norm, "
-    "Tensor? k_norm, float eps"
-)
 _op = register(
-    f"rope_kv_write_(Tensor qkv, {WHERE}, float shift=0.0) -> Tensor", launch, on_cpu,
-    lambda qkv, rope, pos, slot, k_pages, v_pages, num_heads, *_: empty_queries(qkv, k_pages, num_heads),
-)  # fmt: skip
-_qkv_op = register(
-    f"qkv_rope_write_(Tensor x, Tensor packed, Tensor? bias, {WHERE}) -> Tensor", qkv_launch, qkv_on_cpu,
-    lambda x, packed, bias, rope, pos, slot, k_pages, v_pages, num_heads, *_: empty_queries(x, k_pages, num_heads),
+    "rope_kv_write_(Tensor qkv, Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, Tensor(b!) v_pages, "
+    "int num_heads, Tensor? q_norm, Tensor? k_norm, float eps, float shift=0.0) -> Tensor",
+    launch, on_cpu,
+    lambda qkv, rope, pos, slot, k_pages, v_pages, num_heads, *_: qkv.new_empty(
+        (qkv.shape[0], num_heads, kv_fp8.width_of(k_pages))
+    ),
 )  # fmt: skip
 
 
@@ -105,17 +81,3 @@ def rope_kv_write(
     + 2G) K in the order q, k, v; both norm weights or neither; pos_T and slot_T int32, slot = page * S + offset."""
     arguments = (qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
     return _op(*arguments, *((shift,) if shift else ())), k_PSGK, v_PSGK
-
-
-def qkv_rope_write(
-    x_TD: Tensor | Rows, w: Leaf, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
-    v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None = None, k_norm_K: Tensor | None = None, eps: float = 0.0,
-    adapters: Any = None, exact: bool = True, shift: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages; use the returned ones from here on. `w`:
-    (H + 2G) K outputs in the order q, k, v, as for `linear`; the rest as for `rope_kv_write`."""
-    where = (rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
-    dense = w.plain(adapters) if exact and not shift else None
-    if dense is None:  # the same bits in two ops
-        return rope_kv_write(linear.linear(x_TD, w, bias_C, adapters, exact=exact), *where, shift)
-    return _qkv_op(x_TD, dense.packed, bias_C, *where), k_PSGK, v_PSGK

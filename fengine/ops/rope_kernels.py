@@ -3,7 +3,7 @@
 
 from torch import Tensor
 
-from fengine.ops import kv_fp8, linear_launch
+from fengine.ops import kv_fp8
 from fengine.ops.ahead import launcher
 from fengine.ops.fp8_kernels import store_heads
 from fengine.ops.registration import begin, dependent_launch, plain, tl, triton, wait
@@ -108,13 +108,3 @@ def launch(
             num_warps=2 if tokens == 1 else 4, **dependent_launch(qkv_TC.device.index),
         )  # fmt: skip
     return q_THK
-
-
-def qkv_launch(
-    x_TD: Tensor, w_CD: Tensor, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
-    v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
-) -> Tensor:  # fmt: skip
-    """The product and `launch`. Modifies: the pages at slot_T."""
-    groups, width = k_PSGK.shape[2], kv_fp8.width_of(k_PSGK)
-    qkv_TC = linear_launch.launch(x_TD, w_CD, (num_heads + 2 * groups) * width, bias_C, None)
-    return launch(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)

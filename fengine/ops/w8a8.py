@@ -149,9 +149,6 @@ class W8A8(NamedTuple):
         """As the product takes them. Pure."""
         return x_TK if isinstance(x_TK, e4m3.Rows) else e4m3.rows(x_TK, self.x_group)
 
-    def plain(self, adapters: Any) -> None:
-        """Nothing that kernels for dense matrices could read."""
-
 
 def pack(codes: Codes, matrices: int = 0) -> linear.Leaf:
     """The layout that `linear` reads on the codes' device, once at load; of so many `matrices` below each other the one

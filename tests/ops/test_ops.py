@@ -368,25 +368,6 @@ def test_draw_frequencies_follow_the_distribution():
 # -- registration and compilation -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", [False, True])
-def test_qkv_rope_write_is_the_product_and_rope_kv_write(norm: bool):
-    heads, groups, width, hidden = 4, 2, 16, 24
-    table = rope_table(RopeSpec(1e4), width, 50)
-    x, w, bias = normal(5, hidden), normal(128, hidden), normal(128)
-    k, v = normal(4, 3, groups, width), normal(4, 3, groups, width, seed=1)
-    position, slot = torch.tensor([4, 49, 0, 7, 8]).int(), torch.tensor([3, 11, 6, 5, 10]).int()
-    norms = (normal(width), normal(width, seed=1), 1e-6) if norm else (None, None, 0.0)
-    want_k, want_v = k.clone(), v.clone()
-    product = linear.linear(x, linear.pack(w), bias)
-    want = rope.rope_kv_write(product, table, position, slot, want_k, want_v, heads, *norms)
-    for exact in (True, False):
-        got_k, got_v = k.clone(), v.clone()
-        got = rope.qkv_rope_write(
-            x, linear.pack(w), bias, table, position, slot, got_k, got_v, heads, *norms, exact=exact
-        )  # fmt: skip
-        assert got[1] is got_k and all(a.equal(b) for a, b in zip(got, want, strict=True))
-
-
 def op_samples() -> dict[str, tuple]:
     x, pages = normal(5, 32), normal(4, 3, 2, 16)
     slot = torch.tensor([3, 11, 6, 5, 10]).int()
@@ -415,7 +396,6 @@ def op_samples() -> dict[str, tuple]:
         "gated_linear": (x, linear.pack(normal(40, 32)).packed, 20, None),
         "gated_linear of gelu": (x, linear.pack(normal(40, 32)).packed, 20, None, 1),
         "rope_kv_write_": (*write, normal(16), normal(16), 1e-5),
-        "qkv_rope_write_": (x, linear.pack(normal(128, 32)).packed, None, *write[1:], normal(16), normal(16), 1e-5),
         "feed": (slot, slot, slot % 5, slot > 5),
         "take": (x, slot % 5),
         "go_on_": (
@@ -460,7 +440,7 @@ def small_model(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """One layer and a draw, through every face."""
     y = rms_norm.rms_norm(x, w["norm"], 1e-5)
-    q, k, v = rope.qkv_rope_write(y, w["qkv"], w["bias"], w["rope"], pos, slot, k, v, 4)
+    q, k, v = rope.rope_kv_write(linear.linear(y, w["qkv"], w["bias"]), w["rope"], pos, slot, k, v, 4)
     o = attention.attention(q, k, v, start, kv_len, table, 0.25)
     y, x = rms_norm.add_rms_norm(linear.linear(o.flatten(1), w["o"]), x, w["norm"], 1e-5)
     x = x + linear.linear(activations.silu_mul(linear.linear(y, w["gate_up"])), w["down"])

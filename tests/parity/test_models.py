@@ -559,12 +559,12 @@ def test_compiled_step_copies_no_pages_and_gives_the_same_bits(tiny: tuple[Param
 def test_the_search_for_page_copies_finds_them(tiny: tuple[Params, ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a KV write that is pure in the naive way, into copies."""
     params, spec = tiny
-    write: Any = layers.rope.qkv_rope_write
+    write: Any = layers.rope.rope_kv_write
 
     def copying(*args: Any, **options: Any) -> Any:
-        *front, k_PSGK, v_PSGK = args[:8]
-        return write(*front, k_PSGK.clone(), v_PSGK.clone(), *args[8:], **options)
+        *front, k_PSGK, v_PSGK = args[:6]
+        return write(*front, k_PSGK.clone(), v_PSGK.clone(), *args[6:], **options)
 
-    monkeypatch.setattr(layers.rope, "qkv_rope_write", copying)
+    monkeypatch.setattr(layers.rope, "rope_kv_write", copying)
     code, _ = compiled_code(params, spec, some_batches())
     assert kv_sized(code, spec) != []
