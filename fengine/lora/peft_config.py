@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fengine.errors import AdapterError, InvalidRequestError, ModelLoadError
-from fengine.models.fields import OFF
+from fengine.models.family import OFF
 from fengine.tokenizer.stop_regex import StopRegex, StopRegexSearch
 from fengine.worker.safetensors_file import read_json
 

@@ -14,8 +14,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from fengine.models import layers
-from fengine.models.family import Family
-from fengine.models.fields import COMMON, OUTPUTS, READ, TRAINING, refuse_others
+from fengine.models.family import COMMON, OUTPUTS, READ, TRAINING, Family, refuse_others
 from fengine.models.kv_state import Params, Tensors
 from fengine.models.reader import GELU_ALL, ConfigReader, decoder_spec
 from fengine.models.rope import NONE

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fengine.models import layers
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ, SPEED
+from fengine.models.family import DECODER, READ, SPEED, Family
 from fengine.models.kv_state import Params, Tensors
 from fengine.models.reader import ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.rope import NONE

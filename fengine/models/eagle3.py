@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.models import layers
-from fengine.models.fields import DECODER, NAMES, OTHERS, READ, TRAINING, check_fields
+from fengine.models.family import DECODER, NAMES, OTHERS, READ, TRAINING, check_fields
 from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.reader import ConfigReader, decoder_spec, refuse_layer_types
 from fengine.models.sources import Source

@@ -2,8 +2,7 @@
 window, which have rotary embedding, and layers that see all, which have none."""
 
 from fengine.errors import UnsupportedArchitectureError
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ
+from fengine.models.family import DECODER, READ, Family
 from fengine.models.olmo import postnorm_layer
 from fengine.models.reader import FULL, decoder_spec, every, sliding_window, windowed
 from fengine.models.rope import NONE

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from fengine.errors import UnsupportedArchitectureError
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ, SPEED, refuse_others
+from fengine.models.family import DECODER, READ, SPEED, Family, refuse_others
 from fengine.models.reader import (
     FULL,
     GELU_TANH,

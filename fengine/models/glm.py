@@ -5,8 +5,7 @@ layers come experts that a token chooses by sigmoid and a correction, and one ex
 from dataclasses import replace
 from functools import partial
 
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, OUTPUTS, READ, refuse_others
+from fengine.models.family import DECODER, OUTPUTS, READ, Family, refuse_others
 from fengine.models.moe import expert_weights, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.sources import Source

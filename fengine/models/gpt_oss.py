@@ -3,8 +3,7 @@ gate and up are clamped."""
 
 from dataclasses import replace
 
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ, refuse_others
+from fengine.models.family import DECODER, READ, Family, refuse_others
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
 from fengine.models.reader import LEAST, MOST, ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.sources import Source

@@ -3,8 +3,7 @@ with experts that renormalise, each kind of which is one tensor of the checkpoin
 
 from dataclasses import replace
 
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, OTHERS, READ
+from fengine.models.family import DECODER, OTHERS, READ, Family
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
 from fengine.models.reader import LEAST, MOST, ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec

@@ -1,7 +1,6 @@
 """Hunyuan (dense): Llama's decoder with norms on q and k, which stand behind the rotary embedding."""
 
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ, SPEED, refuse_others
+from fengine.models.family import DECODER, READ, SPEED, Family, refuse_others
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, prenorm_layer

@@ -6,8 +6,7 @@
 
 Norm weights and biases carry the activations' dtype (float32 on the CPU, the model's on CUDA); matrices keep theirs."""
 
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ, TRAINING
+from fengine.models.family import DECODER, READ, TRAINING, Family
 from fengine.models.reader import decoder_spec, refuse_layer_types
 from fengine.models.spec import Config, ModelSpec
 

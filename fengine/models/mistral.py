@@ -4,8 +4,7 @@ which a token uses 2."""
 
 from functools import partial
 
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ
+from fengine.models.family import DECODER, READ, Family
 from fengine.models.moe import EXPERT_FIELDS, expert_weights, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec, refuse_layer_types, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec

@@ -6,8 +6,7 @@ from functools import partial
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.bert import DROPOUTS, head_weights
-from fengine.models.family import Family
-from fengine.models.fields import COMMON, READ, SPEED, TRAINING, refuse_others
+from fengine.models.family import COMMON, READ, SPEED, TRAINING, Family, refuse_others
 from fengine.models.gemma import UNREAD, ropes_by_type
 from fengine.models.reader import FULL, GELU_ALL, SLIDING, ConfigReader, decoder_spec, rope_spec, windowed
 from fengine.models.rope import LOCAL

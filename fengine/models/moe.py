@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from fengine.models.fields import OUTPUTS, READ, TRAINING, Fields
+from fengine.models.family import OUTPUTS, READ, TRAINING, Fields
 from fengine.models.reader import ConfigReader
 from fengine.models.sources import ExpertOrder, Source
 from fengine.models.spec import ExpertSpec, ModelSpec

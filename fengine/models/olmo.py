@@ -2,8 +2,7 @@
 OLMo 3 three of four layers have a window, and may have a rotary embedding of their own. OLMoE: norms before attention
 and experts, which are in every layer; q and k as in the others."""
 
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ, refuse_others
+from fengine.models.family import DECODER, READ, Family, refuse_others
 from fengine.models.gemma import UNREAD, gemma_windows, ropes_by_type
 from fengine.models.moe import EXPERT_FIELDS, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec

@@ -5,8 +5,7 @@ each head."""
 from functools import partial
 
 from fengine.errors import UnsupportedArchitectureError
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ, TRAINING
+from fengine.models.family import DECODER, READ, TRAINING, Family
 from fengine.models.reader import decoder_spec, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import prenorm_layer

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fengine.errors import ConfigError, UnsupportedFormatError
-from fengine.models.fields import OFF
+from fengine.models.family import OFF
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, Quantization, Scheme
 

@@ -4,8 +4,7 @@ and key head; dense, or with experts in place of the MLP, beside which Qwen2 has
 from dataclasses import replace
 
 from fengine.errors import ModelLoadError
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ
+from fengine.models.family import DECODER, READ, Family
 from fengine.models.moe import EXPERT_FIELDS, moe_layer, with_experts
 from fengine.models.reader import FULL, SLIDING, ConfigReader, decoder_spec, stated, windowed
 from fengine.models.spec import Config, ModelSpec

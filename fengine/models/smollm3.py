@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from fengine.errors import ModelLoadError
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ
+from fengine.models.family import DECODER, READ, Family
 from fengine.models.reader import FULL, SLIDING, ConfigReader, decoder_spec, sliding_window, stated, windowed
 from fengine.models.rope import NONE
 from fengine.models.spec import Config, LayerKind, ModelSpec

@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ, TRAINING
+from fengine.models.family import DECODER, READ, TRAINING, Family
 from fengine.models.reader import GELU_TANH, ConfigReader, decoder_spec, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import plain_mlp_weights, prenorm_layer

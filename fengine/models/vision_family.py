@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError
 from fengine.models import layers, llama, mistral, qwen
-from fengine.models.family import Family, Model, Vision
-from fengine.models.fields import COMMON, READ, Fields, check_fields, check_model_type
+from fengine.models.family import COMMON, READ, Family, Fields, Model, Vision, check_fields, check_model_type
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
 from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer

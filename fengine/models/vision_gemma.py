@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fengine.errors import InvalidRequestError
 from fengine.models import gemma
-from fengine.models.family import Piece, Vision
-from fengine.models.fields import READ, refuse_others
+from fengine.models.family import READ, Piece, Vision, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec

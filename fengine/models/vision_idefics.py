@@ -16,8 +16,7 @@ from torch import Tensor
 from fengine.errors import InvalidRequestError
 from fengine.models import llama
 from fengine.models import vision_tower as tower
-from fengine.models.family import Piece, Vision
-from fengine.models.fields import NAMES, READ
+from fengine.models.family import NAMES, READ, Piece, Vision
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec

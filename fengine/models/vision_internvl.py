@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models import vision_tower as tower
-from fengine.models.family import Piece, Vision
-from fengine.models.fields import READ, TRAINING, refuse_others
+from fengine.models.family import READ, TRAINING, Piece, Vision, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec

@@ -15,8 +15,7 @@ from torch.nn.functional import interpolate
 from fengine.errors import InvalidRequestError, UnsupportedArchitectureError
 from fengine.models import vision_llava as llava
 from fengine.models import vision_tower as tower
-from fengine.models.family import Piece, Vision
-from fengine.models.fields import READ, refuse_others
+from fengine.models.family import READ, Piece, Vision, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec

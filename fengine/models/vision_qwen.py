@@ -12,8 +12,7 @@ import numpy as np
 
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError
 from fengine.models import qwen
-from fengine.models.family import Piece, Vision
-from fengine.models.fields import COMMON, READ, SPEED, refuse_others
+from fengine.models.family import COMMON, READ, SPEED, Piece, Vision, refuse_others
 from fengine.models.reader import GELU_ALL, SILU, ConfigReader
 from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec, VisionSpec

@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fengine.models.fields import COMMON, READ, TRAINING, Fields
+from fengine.models.family import COMMON, READ, TRAINING, Fields
 from fengine.models.kv_state import Params
 from fengine.models.reader import GELU_ALL, ConfigReader
 from fengine.models.spec import VisionSpec
