@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import re
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,11 @@ from fengine.server.app import make_app  # noqa: E402
 from fengine.server.config import ServerConfig  # noqa: E402
 from fengine.server.server import Server, listen, server_of  # noqa: E402
 from fengine.server.service import Service  # noqa: E402
+
+BOX = Path(__file__).resolve().parents[1] / "fengine" / "models" / "box"
+PROMPT = "Once upon a time"
+CHAT: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+KEY = {"Authorization": "Bearer admin"}
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -143,6 +150,24 @@ def live(engine: Engine, send_buffer: int | None = None, **settings: Any) -> Ite
         server.stop()
         thread.join(20)
         assert not thread.is_alive()
+
+
+def post(server: Live, path: str, body: Any, **headers: str) -> Any:
+    answer = server.ask("POST", path, body, **headers)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def events(server: Live, path: str, body: Any) -> list[tuple[str, Any]]:
+    """(name, data) of each event; data that is no JSON stays text."""
+    raw = server.ask("POST", path, {**body, "stream": True}).body.decode()
+    found = []
+    for one in re.sub(r"\r\n[0-9a-f]*\r\n", "", re.sub(r"^[0-9a-f]+\r\n", "", raw)).split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in one.split("\n") if ": " in line)
+        if "data" in lines:
+            data = lines["data"]
+            found.append((lines.get("event", ""), json.loads(data) if data.startswith("{") else data))
+    return found
 
 
 GOOD = {"model": "box", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6, "logprobs": 1}

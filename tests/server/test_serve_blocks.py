@@ -1,0 +1,169 @@
+"""/v1/responses and /v1/messages: the same chat's answer, as blocks."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from serving import CHAT, Live, events, post
+
+from fengine.api.engine import Engine
+from fengine.server.errors import ApiError
+from fengine.server.messages import to_chat
+from fengine.server.openai_body import read_chat
+
+
+def test_what_a_tool_or_an_output_has_in_messages() -> None:
+    tool: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}, "strict": True, "defer_loading": False}
+    body: dict[str, Any] = {"messages": CHAT, "max_tokens": 1, "tools": [tool], "cache_salt": "a",
+                            "cache_control": {"type": "ephemeral"}}  # fmt: skip
+    form = {"type": "json_schema", "schema": {"type": "array"}}
+    told = to_chat(body | {"output_config": {"format": form, "effort": "max"}})
+    assert told["tools"][0]["function"]["strict"] is True and told["cache_salt"] == "a"
+    assert told["response_format"] == {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}
+    assert read_chat(told, 1).chat_options.reasoning_effort == "max"
+    for change in (
+        {"tools": [tool | {"defer_loading": True}]},
+        {"tools": [tool | {"input_examples": [{}]}]},
+        {"tool_choice": {"type": "auto", "names": ["f"]}},
+        {"thinking": {"type": "enabled", "budget": 3}},
+        {"output_config": {"format": {"type": "xml"}}},
+        {"output_config": {"length": 3}},
+    ):
+        with pytest.raises(ApiError):
+            to_chat(body | change)
+
+
+def test_a_templates_own_switch_goes_before_thinking() -> None:
+    body = {"messages": [], "max_tokens": 1, "thinking": {"type": "enabled"}}
+    switches = {"enable_thinking": False, "other": 1}
+    assert to_chat(body)["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
+    asked = to_chat(body | {"chat_template_kwargs": switches})
+    assert asked["chat_template_kwargs"] == switches | {"thinking": True} and asked["separate_reasoning"] is True
+
+
+@pytest.mark.parametrize("content", [False, 0, {}])
+def test_a_result_of_a_tool_that_is_no_text(server: Live, content: object) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    told = server.ask("POST", "/v1/messages", {"messages": [{"role": "user", "content": [result]}], "max_tokens": 1})
+    assert told.status == 400 and "content" in told.json["error"]["message"]
+
+
+@pytest.mark.parametrize("most", [-1, 0, True, "9", 1.5])
+def test_a_budget_of_thoughts_that_is_none(most: object) -> None:
+    with pytest.raises(ApiError, match="thinking.budget_tokens must be a whole number of at least 1") as caught:
+        to_chat({"messages": [], "max_tokens": 1, "thinking": {"type": "enabled", "budget_tokens": most}})
+    assert (caught.value.status, caught.value.param) == (400, "thinking")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_call_where_one_is_asked_for(alone: bool) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    choice = {"type": "auto", "disable_parallel_tool_use": alone}
+    assert to_chat({"messages": [], "max_tokens": 1, "tool_choice": choice})["parallel_tool_calls"] is not alone
+    chosen = {"type": "function", "function": {"name": "f"}} if alone else "required"
+    chat = read_chat({"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": chosen}, 4)
+    assert chat.chat_options.parallel is not alone
+
+
+def test_responses_are_chats(engine: Engine, server: Live) -> None:
+    openai = pytest.importorskip("openai", reason="openai's client, of the extra dev")
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    expected: Any = engine.chat(chat, {"temperature": 0, "max_new_tokens": None})
+    asked: Any = {"model": "box", "instructions": "Be brief.", "temperature": 0}
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        for given in (
+            CHAT[0]["content"],
+            CHAT,
+            [{"role": "user", "content": [{"type": "input_text", "text": CHAT[0]["content"]}]}],
+        ):
+            told = client.responses.create(input=given, **asked)
+            assert (told.output_text, told.status, told.store) == (expected["text"], "completed", False)
+            assert told.usage.output_tokens == expected["meta_info"]["completion_tokens"]
+        with client.responses.stream(input=CHAT[0]["content"], **asked) as stream:
+            kinds = [event.type for event in stream]
+            assert stream.get_final_response().output_text == expected["text"]
+        assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added",
+                             "response.content_part.added"]  # fmt: skip
+        assert kinds[-4:] == ["response.output_text.done", "response.content_part.done", "response.output_item.done",
+                              "response.completed"]  # fmt: skip
+        cut = client.responses.create(input="a", max_output_tokens=2, include=["message.output_text.logprobs"],
+                                      top_logprobs=3, model="box", extra_body={"ignore_eos": True})  # fmt: skip
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert [len(one.top_logprobs) for one in cut.output[0].content[0].logprobs] == [3, 3]
+        streamed = list(
+            client.responses.create(input="a", include=["message.output_text.logprobs"], stream=True, **asked)
+        )
+        told = [one for event in streamed if event.type == "response.output_text.delta" for one in event.logprobs]
+        (done,) = (event for event in streamed if event.type == "response.output_text.done")
+        names = [one.token for one in done.logprobs]  # the last is the model's end, which has no text of its own
+        assert [one.token for one in told] == names[: len(told)] and len(told) in (len(names), len(names) - 1)
+    body = {"input": "a", "structured_outputs": {"regex": "[0-9]{3}"}}
+    assert re.fullmatch("[0-9]{3}", post(server, "/v1/responses", body)["output"][0]["content"][0]["text"])
+    again = [{"input": "A long story " * 20, "max_output_tokens": 1, "cache_salt": salt} for salt in ("a", "a", "b")]
+    cached = [post(server, "/v1/responses", body)["usage"]["input_tokens_details"]["cached_tokens"] for body in again]
+    assert cached[0] == cached[2] == 0 < cached[1]
+
+
+def test_tools_in_responses_and_messages(server: Live) -> None:
+    """A forced call, whole and as events; and its result, which goes into the next chat."""
+    pytest.importorskip("llguidance", reason="the extra grammar")
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+              "additionalProperties": False}  # fmt: skip
+    function = {"type": "function", "name": "weather", "parameters": schema}
+    body: dict[str, Any] = {"input": "Warm?", "tools": [function], "tool_choice": "required", "seed": 1,
+                            "parallel_tool_calls": False}  # fmt: skip
+    (call,) = post(server, "/v1/responses", body)["output"]
+    assert (call["type"], call["name"]) == ("function_call", "weather")
+    assert json.loads(call["arguments"])["city"] in ("Paris", "Rome")
+    streamed = events(server, "/v1/responses", body)
+    assert [data["delta"] for name, data in streamed if name.endswith("arguments.delta")] == [call["arguments"]]
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "21"}
+    given = [{"role": "user", "content": "Warm?"}, thought, call, result]
+    assert post(server, "/v1/responses", {"input": given, "max_output_tokens": 2})["output"][0]["type"] == "message"
+
+    tool = {"name": "weather", "input_schema": schema}
+    body = {"messages": [{"role": "user", "content": "Warm?"}], "max_tokens": 200, "tools": [tool], "temperature": 0}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        told = post(server, "/v1/messages", {**body, "tool_choice": choice | {"disable_parallel_tool_use": True}})
+        (block,) = told["content"]
+        assert (told["stop_reason"], block["name"]) == ("tool_use", "weather")
+        assert block["input"]["city"] in ("Paris", "Rome")
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    streamed = events(server, "/v1/messages", {**body, "tool_choice": choice})
+    parts = "".join(data["delta"]["partial_json"] for name, data in streamed if name == "content_block_delta")
+    assert json.loads(parts)["city"] in ("Paris", "Rome") and streamed[-2][1]["delta"]["stop_reason"] == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "21"}]}
+    turns = [*body["messages"], {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}, block]},
+             {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]  # fmt: skip
+    assert post(server, "/v1/messages", {**body, "messages": turns, "max_tokens": 2})["content"]
+
+
+def test_messages_are_chats(engine: Engine, server: Live) -> None:
+    chat = [{"role": "system", "content": "Be\nbrief."}, *CHAT]
+    expected: Any = engine.chat(chat, {"temperature": 0, "max_new_tokens": 30})
+    system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
+    body = {"messages": CHAT, "system": system, "max_tokens": 30, "temperature": 0}
+    told = post(server, "/v1/messages", body)
+    assert told["content"] == [{"type": "text", "text": expected["text"]}] and told["stop_reason"] == "end_turn"
+    usage, meta = told["usage"], expected["meta_info"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == meta["prompt_tokens"]
+    streamed = events(server, "/v1/messages", body)
+    names = [name for name, _ in streamed]
+    assert names == [data["type"] for _, data in streamed] and names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    said = [data["delta"]["text"] for name, data in streamed if name == "content_block_delta"]
+    assert "".join(said) == expected["text"]
+    word = expected["text"][1:3]
+    stopped = post(server, "/v1/messages", {**body, "stop_sequences": [word]})
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", word)
+    assert post(server, "/v1/messages", {**body, "max_tokens": 1})["stop_reason"] == "max_tokens"
+    for change in (
+        {"messages": []},
+        {"max_tokens": None},
+        {"max_tokens": -1},
+        {"messages": [{"role": "user", "content": [{}]}]},
+    ):
+        answer = server.ask("POST", "/v1/messages", {**body, **change})
+        assert answer.status == 400 and answer.json["type"] == "error" and answer.json["error"]["message"]
