@@ -141,8 +141,16 @@ def graphs_of(values: Mapping[str, Any]) -> tuple[int | None, bool]:
     return None, prefill
 
 
+GUESSING = ("speculative_num_steps", "speculative_num_draft_tokens")  # numbers of a speculative_algorithm
+
+
 def draft_tokens(values: Mapping[str, Any]) -> int | None:
-    """Errors: ConfigError where number of steps and of tokens contradict each other."""
+    """Errors: ConfigError where number of steps and of tokens contradict each other, or nothing guesses."""
+    if values["speculative_algorithm"] is None and (given := [name for name in GUESSING if values[name] is not None]):
+        raise ConfigError(
+            f"{given[0]}={values[given[0]]} is given, but no speculative_algorithm, so nothing would be guessed: give "
+            f"one, or leave {given[0]} out"
+        )
     steps, tokens = values["speculative_num_steps"], values["speculative_num_draft_tokens"]
     if steps is not None and tokens not in (None, steps + 1):
         raise ConfigError(

@@ -14,7 +14,7 @@ from checksum import checksum_engine, expected
 
 from fengine.api.engine import Engine
 from fengine.api.server_args import ServerArgs
-from fengine.api.sglang_args import ALSO_OFF, FOREIGN, HARMLESS, REFUSED
+from fengine.api.sglang_args import ALSO_OFF, FOREIGN, GUESSING, HARMLESS, REFUSED
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig
 from fengine.core.sampling_params import RECOMMENDED
 from fengine.errors import ConfigError, FengineError, UnknownParameterError, UnsupportedFeatureError
@@ -99,15 +99,19 @@ BY_THE_ENGINE = set(  # they shape calls, outputs and logs, not the config
 )
 
 
-def given(name: str, value: Any) -> ServerArgs:
+def given(name: str, value: Any, **more: Any) -> ServerArgs:
     settings: dict[str, Any] = {"model_path": "box", name: value}
-    return ServerArgs(**settings)
+    return ServerArgs(**settings | more)
 
 
 @pytest.mark.parametrize("name", HONOURED)
 def test_an_honoured_field_reaches_the_configuration(name: str) -> None:
     value, holds = HONOURED[name]
-    assert holds(given(name, value).to_config()) and not holds(BASE)
+    if name in GUESSING:
+        with pytest.raises(ConfigError, match=f"{name}={value} is given, but no speculative_algorithm"):
+            given(name, value).to_config()
+    more = {"speculative_algorithm": "NGRAM"} if name in GUESSING else {}
+    assert holds(given(name, value, **more).to_config()) and not holds(BASE)
 
 
 def test_sglangs_other_settings_are_accepted_or_refused_by_name() -> None:
