@@ -58,8 +58,10 @@ class RecordedScheduler(Scheduler):
     """Writes what it is asked and what it answers to a file. When that cannot be written, the recording ends."""
 
     def __init__(self, path: Path, pool: PagePool, cache: PrefixCache | None, **settings: Any) -> None:
-        """Errors: StorageError if the file cannot be opened."""
+        """Errors: StorageError if the file cannot be opened, or holds something."""
         try:
+            if path.is_file() and path.stat().st_size:
+                raise OSError("it is there, and not empty: name another file, or remove it")
             self._file: TextIO | None = path.open("w", encoding="utf-8", buffering=1)
         except (OSError, ValueError) as error:
             raise StorageError(f"scheduler.record={str(path)!r:.200} cannot be written: {error}") from error

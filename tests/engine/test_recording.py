@@ -29,6 +29,7 @@ SEEDS = [seed for seed in range(1000) if not plan_of(seed).settings.image_rows] 
 
 
 def record(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    path.unlink(missing_ok=True)
     monkeypatch.setattr(simulated_engine, "Scheduler", partial(RecordedScheduler, path))
     plan = plan_of(seed)
     usual = replace(plan.settings, patience=LPM_PATIENCE, window=LPM_WINDOW)  # a recording does not tell of others
@@ -169,7 +170,10 @@ def test_an_engine_records_its_steps(tmp_path: Path, caplog: pytest.LogCaptureFi
         engine.flush_cache()
         engine.generate("hello", {"max_new_tokens": 3}, return_logprob=True, logprob_start_len=0)
     assert replay(path)[0] == 5
-    assert "hello" not in path.read_text()
+    assert "hello" not in (kept := path.read_text())
+    with pytest.raises(StorageError, match="scheduler.record=.* it is there, and not empty"):
+        Engine.from_config(config)
+    assert path.read_text() == kept
     config = replace(config, scheduler=replace(config.scheduler, record="/dev/full"))
     with caplog.at_level("WARNING"), Engine.from_config(config) as engine:
         engine.generate("hello", {"max_new_tokens": 3})
