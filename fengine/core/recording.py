@@ -60,9 +60,8 @@ class RecordedScheduler(Scheduler):
     def __init__(self, path: Path, pool: PagePool, cache: PrefixCache | None, **settings: Any) -> None:
         """Errors: StorageError if the file cannot be opened, or holds something."""
         try:
-            if path.is_file() and path.stat().st_size:
-                raise OSError("it is there, and not empty: name another file, or remove it")
-            self._file: TextIO | None = path.open("w", encoding="utf-8", buffering=1)
+            mode = "x" if path.is_file() and path.stat().st_size else "w"  # nothing is written over
+            self._file: TextIO | None = path.open(mode, encoding="utf-8", buffering=1)
         except (OSError, ValueError) as error:
             raise StorageError(f"scheduler.record={str(path)!r:.200} cannot be written: {error}") from error
         self._hashes, self._told, self._guesses, self._waits, self._scheduling = Hashes(), {}, {}, {}, False
@@ -73,8 +72,7 @@ class RecordedScheduler(Scheduler):
         guesses = None if speculation is None else [getattr(speculation, name) for name in SPECULATION]
         policy = settings.get("policy", Policy.fcfs).value
         more = {"pages": pool.num_pages, "cached": cache is not None, "policy": policy, "speculation": guesses}
-        if isinstance(pool, WindowPages):
-            more["windows"] = list(pool.windows)
+        more |= {"windows": list(pool.windows)} if isinstance(pool, WindowPages) else {}
         self._write({"scheduler": plain | more})
         super().__init__(pool, cache, **settings)
 

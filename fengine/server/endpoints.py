@@ -168,7 +168,7 @@ def _sleep(service: Service, body: Body) -> Any:
     """Both of vLLM's levels: weights come back from the checkpoint, or are kept where the engine is told to."""
     if (level := take(body, _SLEEP)["level"]) not in (None, 1, 2, ["1"], ["2"]):
         raise invalid("level", f"level must be 1 or 2, got {level!r:.80}; /pause_generation stops and keeps memory.")
-    return service.engine.release_memory_occupation([*_SLEEPS]) or {"success": True}
+    return service.turn(service.engine.release_memory_occupation, [*_SLEEPS])
 
 
 def _stats(service: Service) -> dict[str, Any]:
@@ -268,8 +268,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _admin("resume_memory_occupation", "Takes it again.", "tags"),
     Endpoint(("/sleep",), "vLLM's: gives weights and KV pages back.", _SLEEP, call=_sleep, access=Access.ADMIN,
              query=True),
-    Endpoint(("/wake_up",), "vLLM's: takes them again.", _TAGS, call=_method("resume_memory_occupation", _TAGS),
-             access=Access.ADMIN, query=True),
+    Endpoint(("/wake_up",), "vLLM's: takes them again.", _TAGS, access=Access.ADMIN, query=True,
+             call=lambda service, body: service.turn(service.engine.resume_memory_occupation, **take(body, _TAGS))),
     Endpoint(("/is_sleeping",), "vLLM's: whether any is given back.",
              call=lambda service, _: {"is_sleeping": not _SLEEPS.isdisjoint(_stats(service)["refusals"])}),
     _admin("load_lora_adapter", "Loads an adapter.", "lora_name", "lora_path", "pinned"),

@@ -60,12 +60,12 @@ def of_labels(config: Mapping[str, Any], wanted: bool) -> Activation:
     return _known(OF_LABELS, "problem_type", config.get("problem_type")) if wanted else bare
 
 
-def of_scores(config: Mapping[str, Any], files: Mapping[str, Any], wanted: bool) -> Activation:
+def of_scores(config: Mapping[str, Any], own: Any, wanted: bool) -> Activation:
     """Of a cross-encoder, which sentence-transformers names in its own file or in config.json; or `bare`. Pure. Errors:
     ApiError."""
     inner = config.get("sentence_transformers")
     named = [
-        files.get("activation_fn"),
+        own,
         inner.get("activation_fn") if isinstance(inner, dict) else None,
         config.get("sbert_ce_default_activation_function"),
     ]

@@ -22,7 +22,6 @@ from fengine.server.chat_body import CHAT, chat_options, refuse_chat
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, typed, whole
 from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, Truncation, prompt_ids, texts_or_ids
-from fengine.worker.safetensors_file import read_json
 
 CUT: Fields = TRUNCATION | {
     "truncation_side": one_of("The side that is cut off.", "left", "right", default="right"),  # as vLLM's
@@ -258,10 +257,8 @@ def _texts(given: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _activation(engine: Engine, wanted: bool) -> heads.Activation:
-    """What makes a score of a cross-encoder's label. Errors: ApiError; ModelLoadError for a file that is broken."""
-    parts = engine._parts
-    path = parts.model_dir / "config_sentence_transformers.json"
-    return heads.of_scores(hf_config(parts), read_json(path) if path.exists() else {}, wanted)
+    """What makes a score of a cross-encoder's label. Errors: ApiError."""
+    return heads.of_scores(hf_config(engine._parts), pooling_of(engine._context).activation, wanted)
 
 
 def _label(vector: list[float], activation: heads.Activation) -> float:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from fengine.api.outputs import Output
 from fengine.api.streams import OutputCollector
 from fengine.api.weights import lora_adapters
 from fengine.core.parameter_kinds import MAX_BIAS
+from fengine.engine.memory import checked_tags
+from fengine.errors import MemoryReleasedError
 from fengine.server.answers import Plan
 from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError, api_error_of, invalid, unsupported
@@ -168,6 +171,14 @@ class Service:
         finally:
             for task in (work, watch):
                 task.cancel()
+
+    def turn(self, change: Callable[[list[str]], None], tags: Any) -> dict[str, Any]:
+        """`change` gives memory with these tags back, or takes it again; what is so already stays so, as with vLLM.
+        Errors: those of `change`."""
+        for tag in checked_tags(tags):
+            with suppress(MemoryReleasedError):
+                change([tag])
+        return {"success": True}
 
     def _pace(self) -> float:
         """The moment (perf_counter) for the next chunks: the same for all streams, so that they leave in one go."""

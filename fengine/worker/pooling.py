@@ -88,6 +88,7 @@ class Pooling:
     lower: bool = False
     max_length: int | None = None
     dense: tuple[Dense, ...] = ()
+    activation: Any = None  # of a cross-encoder's score, as its own file names it: nothing here applies it
 
     def dressed(self, texts: list[str]) -> list[str]:
         """As they are tokenized. Pure."""
@@ -100,11 +101,11 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     if classifies(config) and (not has_modules or [kind for kind, _ in _modules(directory)] == ["Transformer"]):
         return _cross_encoder(directory)
     if not has_modules:
-        return Pooling(sizes=sizes)
+        return Pooling(sizes=sizes, activation=_own(directory)[1])
     folders = _modules(directory)
     normalize = _normalizes([kind for kind, _ in folders])
     pool, with_prompt = _pool(folders[1][1] / "config.json", config.get("hidden_size"))
-    prompt = _prompt(directory / "config_sentence_transformers.json")
+    prompt, _ = _own(directory)
     if prompt and pool != "last" and not with_prompt:
         raise UnsupportedFeatureError("the Pooling module leaves out the prompt (include_prompt false): not built.")
     dense, size = [], (config.get("hidden_size") or 0) * len(pools_of(pool))
@@ -124,9 +125,10 @@ def classifies(config: dict[str, Any]) -> bool:
 def _cross_encoder(directory: Path) -> Pooling:
     """Of one alone only how its pairs are cut. Errors: as `read_pooling`."""
     lower, most = _text_limits(directory, "a cross-encoder's sentence_bert_config.json")
-    if lower or _prompt(directory / "config_sentence_transformers.json"):
+    prompt, activation = _own(directory)
+    if lower or prompt:
         raise UnsupportedFeatureError("do_lower_case and default_prompt_name of a cross-encoder are not built.")
-    return Pooling(max_length=most)
+    return Pooling(max_length=most, activation=activation)
 
 
 def _dimensions(config: dict[str, Any]) -> tuple[int, ...]:
@@ -228,14 +230,14 @@ def _dense(folder: Path, size: Any) -> Dense:
     return Dense(weight, tensors.get("linear.bias", np.zeros(len(weight))).astype(np.float64), act == "Tanh")
 
 
-def _prompt(path: Path) -> str:
-    """What stands before every text that names no prompt of its own."""
-    config = _read(path) if os.path.lexists(path) else {}
+def _own(directory: Path) -> tuple[str, Any]:
+    """What stands before every text that names no prompt of its own; what is made of a cross-encoder's score."""
+    config = _read(path) if os.path.lexists(path := directory / "config_sentence_transformers.json") else {}
     prompts, name = config.get("prompts") or {}, config.get("default_prompt_name")
     texts = {k: v for k, v in prompts.items() if isinstance(v, str)} if isinstance(prompts, dict) else {}
     if not isinstance(prompts, dict) or name not in (None, *texts):
         raise ModelLoadError(f"{path}: default_prompt_name {name!r:.80} must be null or name a text in prompts.")
-    return "" if name is None else texts[name]
+    return "" if name is None else texts[name], config.get("activation_fn")
 
 
 def _of_tokenizer(tokens: Path, positions: Any) -> Any:

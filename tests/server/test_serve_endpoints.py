@@ -120,11 +120,12 @@ def test_an_engine_sleeps_for_who_has_the_admin_key(engine: Engine, server: Live
     assert (answer.status, answer.error["param"]) == (400, "level")
     parts = ("/wake_up?tags=weights", "/wake_up?tags=kv_cache")
     for sleep, body, wakes in (("/sleep?level=1", None, ("/wake_up",)), ("/sleep", {"level": 2}, parts)):
-        assert server.ask("POST", sleep, body, **KEY).json == {"success": True}
+        for _ in range(2):  # the second one finds it asleep
+            assert server.ask("POST", sleep, body, **KEY).json == {"success": True}
         assert server.ask("POST", "/v1/completions", asked).status == 503
         for wake in wakes:
             assert server.ask("GET", "/is_sleeping").json == asleep
-            assert server.ask("POST", wake, **KEY).status == 200
+            assert server.ask("POST", wake, **KEY).status == server.ask("POST", wake, **KEY).status == 200
         assert server.ask("GET", "/is_sleeping").json == {"is_sleeping": False}
         assert post(server, "/v1/completions", asked)["choices"] == before
 

@@ -13,6 +13,8 @@ from serving import BOX, CHAT, PROMPT, Live, live, post, until
 from transformers import AutoTokenizer
 
 from fengine.api.engine import Engine
+from fengine.errors import ModelLoadError
+from fengine.worker.pooling import read_pooling
 
 
 def test_scores_are_the_engines(engine: Engine, server: Live) -> None:
@@ -169,19 +171,27 @@ def test_a_cross_encoder_answers_in_three_forms(tmp_path: Path) -> None:
             shares = post(server, "/v1/rerank", {**asked, "use_activation": True})
             assert [one["score"] for one in shares] == pytest.approx([sigmoids[i] for i in order])
             identity, file = "torch.nn.modules.linear.Identity", "config_sentence_transformers.json"
+            classifier = {"architectures": ["LlamaForSequenceClassification"]}
             for name, said, none in (
                 ("config.json", {"sbert_ce_default_activation_function": identity}, {}),
                 ("config.json", {"sentence_transformers": {"activation_fn": identity, "version": "4"}}, {}),
                 (file, {"activation_fn": identity}, {"activation_fn": None}),
             ):
                 rewrite(tmp_path / "m" / name, said)
+                engine._parts.pooling = read_pooling(tmp_path / "m", classifier)
                 assert [one["score"] for one in post(server, "/score", pairs)["data"]] == raw
                 results = post(server, "/rerank", asked)["results"]
                 assert [one["relevance_score"] for one in results] == sorted(raw, reverse=True)
                 rewrite(tmp_path / "m" / name, dict.fromkeys(said) | none)
             rewrite(tmp_path / "m" / file, {"activation_fn": "torch.nn.modules.activation.Tanh"})
+            engine._parts.pooling = read_pooling(tmp_path / "m", classifier)
             answer = server.ask("POST", "/score", pairs)
             assert (answer.status, answer.error["param"]) == (400, "activation") and "Tanh" in answer.error["message"]
+            (tmp_path / "m" / file).write_text("{")  # broken: told when a model is loaded, not at each request
+            assert server.ask("POST", "/score", pairs).status == 400
+            for config in (classifier, {"architectures": ["LlamaForRewardModel"]}):
+                with pytest.raises(ModelLoadError, match=file):
+                    read_pooling(tmp_path / "m", config)
             theirs = AutoTokenizer.from_pretrained(BOX)
             for most, side in ((7, "right"), (9, "left"), (14, "right"), (40, "left")):
                 theirs.truncation_side = side
