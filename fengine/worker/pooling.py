@@ -31,8 +31,8 @@ FLAGS = {  # pooling_mode_*, the older spelling, and the word for it, in the ord
     "cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean", "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "weightedmean_tokens": "weightedmean", "lasttoken": "lasttoken",
 }  # fmt: skip
-MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
-ACTIVATIONS = ("Identity", "Tanh")  # of Dense
+CROSS = "a cross-encoder's sentence_bert_config.json"
+MODULES, ACTIVATIONS = ("Transformer", "Pooling", "Dense", "Normalize"), ("Identity", "Tanh")  # the latter of Dense
 # The keys of each file, read or without effect: names and versions; the similarity that nobody asks for here, and what
 # is made of a score, which comes as it is; and, of the Transformer module, the ways to run a text model.
 KEYS = {
@@ -41,7 +41,7 @@ KEYS = {
     "a Dense module's config.json": "in_features out_features bias activation_function",
     "a Normalize module's config.json": "",
     "sentence_bert_config.json": "max_seq_length do_lower_case",
-    "a cross-encoder's sentence_bert_config.json": "max_seq_length do_lower_case",
+    CROSS: "max_seq_length do_lower_case",
     "config_sentence_transformers.json":
         "prompts default_prompt_name __version__ similarity_fn_name model_type activation_fn",
 }  # fmt: skip
@@ -52,7 +52,7 @@ USUAL: dict[str, dict[str, Any]] = {
         "module_output_name": "token_embeddings",
         "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
     },
-    "a cross-encoder's sentence_bert_config.json": {
+    CROSS: {
         "transformer_task": "sequence-classification",
         "module_output_name": "scores",
         "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
@@ -104,8 +104,7 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
         return Pooling(sizes=sizes, activation=_own(directory)[1])
     folders = _modules(directory)
     normalize = _normalizes([kind for kind, _ in folders])
-    pool, with_prompt = _pool(folders[1][1] / "config.json", config.get("hidden_size"))
-    prompt, _ = _own(directory)
+    (prompt, _), (pool, with_prompt) = _own(directory), _pool(folders[1][1] / "config.json", config.get("hidden_size"))
     if prompt and pool != "last" and not with_prompt:
         raise UnsupportedFeatureError("the Pooling module leaves out the prompt (include_prompt false): not built.")
     dense, size = [], (config.get("hidden_size") or 0) * len(pools_of(pool))
@@ -124,8 +123,7 @@ def classifies(config: dict[str, Any]) -> bool:
 
 def _cross_encoder(directory: Path) -> Pooling:
     """Of one alone only how its pairs are cut. Errors: as `read_pooling`."""
-    lower, most = _text_limits(directory, "a cross-encoder's sentence_bert_config.json")
-    prompt, activation = _own(directory)
+    (lower, most), (prompt, activation) = _text_limits(directory, CROSS), _own(directory)
     if lower or prompt:
         raise UnsupportedFeatureError("do_lower_case and default_prompt_name of a cross-encoder are not built.")
     return Pooling(max_length=most, activation=activation)

@@ -54,7 +54,7 @@ def config(*words: str):  # noqa: ANN201
         ("--frobnicate", "no option --frobnicate"),
         ("-p 9000", "-p (--package) and --resolve are of --cfg alone; settings are written key=value"),
         ("--resolve", "are of --cfg alone"),
-        ("hellaswag", "task=hellaswag"),
+        ("Hello", """write key=value: a prompt is 'prompts=["Hello"]', or typed in fengine chat; a model is"""),
         ("lora.paths=[x=/a,y=/b]", """quote the texts of a list: lora.paths='["x=/a", "y=/b"]'"""),
         ('out={"a":"b"}', """quoted twice, for the shell and for fengine: out='"{"a":"b"}"'"""),
         ("--model qwen3-8b", "settings are written key=value; write model=qwen3-8b"),
@@ -101,12 +101,18 @@ def test_faults_in_files_are_told_by_file_and_key(file: str, content: str, said:
     assert said in str(caught.value)
 
 
+def test_a_name_may_be_a_tasks_where_there_are_tasks() -> None:
+    with pytest.raises(ConfigError, match="write key=value: a task is task=hellaswag; a model is model=hellaswag"):
+        points(parse(["hellaswag"], EVAL), EVAL)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("task=capitals", "tasks are run by fengine eval task=NAME"),
         ("sampling.top_p=0.5", "each request to a server brings its own"),
         ("prompts=q.txt", "a file of prompts is run by fengine prompts=FILE"),
+        ("Hello", "write key=value: a model is model=Hello or model.path=DIR"),
         ("--reasoning-parser qwen3", "is told apart"),
         ("--ssl-keyfile k", "there is no TLS; put a proxy in front"),
     ],

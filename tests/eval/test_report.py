@@ -150,6 +150,12 @@ def test_a_page_to_be_sent_tells_no_paths_of_its_machine(cli: Any, tmp_path: Pat
     page = Path("c/report.html").read_text()
     assert "fengine rerun c" in page and "out=c" in page and "…/box" in page
     assert str(tmp_path) not in page and str(tmp_path.parent) not in page
+    (tmp_path / "away").mkdir()
+    os.chdir(tmp_path / "away")
+    assert run.main(["report", "../inside/c", "out=c.html"]) == 0
+    page = Path("c.html").read_text()
+    assert 'typed where the run\'s folder lies", "fengine rerun c"' in page or "fengine rerun c" in page
+    assert "rerun …" not in page and str(tmp_path) not in page
 
 
 def test_a_picture_in_a_column_is_told_by_its_bytes() -> None:

@@ -59,6 +59,14 @@ def test_identical(make: Run, capsys: Any) -> None:
     assert {p.name: p.read_bytes() for p in Path("a").iterdir() if p.name != "verify.json"} == before
 
 
+def test_examples_are_found_from_another_directory(make: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(Path("shown.jsonl"), 2)
+    make("a", "task.examples=shown.jsonl", "task.shots=1", "task.prompt='{prompt}'")
+    Path("away").mkdir()
+    monkeypatch.chdir("away")
+    assert run.main(["verify", "../a", FAKE]) == 0
+
+
 def test_a_flipped_bit_is_found_and_named(make: Run, capsys: Any) -> None:
     make("a")
     rewrite(Path("a"), lambda rows: rows[5]["answers"][0]["logprobs"].__setitem__(1, next_float32(-0.25)))

@@ -245,7 +245,7 @@ def _of_word(error: BaseException, schema: Schema | None, word: str) -> str:
     if schema is not None and sign and "." in key and key not in leaves(schema.keys) and not key.startswith("hydra."):
         return unknown(key, schema.keys)
     first = "" if isinstance(error, OverrideParseException) else _cause(error)[1] or "nested too deeply"
-    return mistakes.unreadable(_short(word), first and f" ({_short(first)})")
+    return mistakes.unreadable(_short(word), first and f" ({_short(first)})", names_of(schema.keys) if schema else ())
 
 
 def _cause(error: BaseException) -> tuple[BaseException, str]:

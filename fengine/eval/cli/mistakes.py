@@ -1,9 +1,11 @@
 """Words of a command line by people who know other programs: read as they are meant, or told ours. No torch."""
 
 import difflib
+import json
 import os
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from fengine.api.sglang_args import HARMLESS, REFUSED
@@ -185,14 +187,18 @@ def chosen(group: str, value: str) -> str:
     return f"model.path={value}" if group == "model" and "/" in value else given
 
 
-def unreadable(word: str, problem: str) -> str:
-    """What to say of a word that Hydra's grammar does not read, whatever the library says about it. Pure."""
+def unreadable(word: str, problem: str, names: Collection[str] = ()) -> str:
+    """What to say of a word that Hydra's grammar does not read, whatever the library says about it. `names`: the keys
+    that the command has. Pure."""
     key, sign, value = word.partition("=")
     first = f"cannot read the override {word}{problem}\n"
     if not sign and Path(word).suffix in (".jsonl", ".txt", ".json", ".csv"):
         return first + f"write prompts={word:.200}; rows with columns: fengine eval task=jsonl task.data={word:.200}"
     if not sign:
-        return first + f"write key=value: a task is task={word:.100}, a model model={word:.100} or model.path=DIR"
+        asked = shlex.quote(f"prompts={json.dumps([word[:100]], ensure_ascii=False)}")
+        kinds = {"task": f"a task is task={word:.100}", "prompts": f"a prompt is {asked}, or typed in fengine chat"}
+        told = [text for name, text in kinds.items() if name in names]
+        return first + f"write key=value: {'; '.join([*told, f'a model is model={word:.100} or model.path=DIR'])}"
     if not value or re.search(r"[\"']", key):
         return first + """write key=value, and quote a value with spaces or commas: prompts='["Hello, you"]'"""
     single = value.replace("'", "'\\''")

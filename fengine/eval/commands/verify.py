@@ -30,6 +30,7 @@ from fengine.eval.commands.layouts import (
     whole,
 )
 from fengine.eval.commands.replay import Case, replay
+from fengine.eval.commands.rerun import base_of
 from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs.compare import row_lines
 from fengine.eval.runs.config import EVAL, EvalConfig
@@ -183,7 +184,11 @@ class Verification:
 
     def _compute(self, one: Layout, engine: Any, case: Case) -> tuple[Found, dict[str, int]]:
         """What the last pass of a layout found, and what its engine counted."""
-        task = open_task(self.config.task, Path(), render_of(engine, self.config.chat))
+        task = open_task(
+            self.config.task,
+            base_of(self.records.manifest.get("origin") or {}, ()),
+            render_of(engine, self.config.chat),
+        )
         before, found = engine.stats(), Found()
         for number in range(one.passes):
             order = self.numbers * one.copies

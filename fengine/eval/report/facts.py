@@ -140,14 +140,16 @@ def flat(value: Any, prefix: str) -> list[list[str]]:
 
 def commands(manifest: dict[str, Any], folder: Path) -> list[list[str]]:
     """[what for, command]. Pure."""
-    found, where = [], shlex.quote(public(str(folder.resolve())))
+    found, here = [], public(str(folder.resolve()))
+    lies = ", typed where the run's folder lies" if here.startswith("…") else ""  # an elided name cannot be typed
+    where = shlex.quote(folder.resolve().name if lies else here)
     sessions = [one for one in manifest["sessions"] if isinstance(one.get("argv"), list)]
     if sessions:
         plain = manifest["identity"]["config"].get("task.format") == "prompts"
         program = "fengine " if plain else "fengine eval "
         found.append(["the command of the run", program + shlex.join(map(_word, sessions[0]["argv"]))])
-    found.append(["the same run again, into a new folder", f"fengine rerun {where}"])
-    found.append(["under other schedules: are the bits the same?", f"fengine verify {where}"])
+    found.append([f"the same run again, into a new folder{lies}", f"fengine rerun {where}"])
+    found.append([f"under other schedules: are the bits the same{lies}?", f"fengine verify {where}"])
     return [[what, cut(command, 4000)] for what, command in found]
 
 
