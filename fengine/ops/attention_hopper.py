@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import SUMS
-from fengine.ops.attention_tiles import copy_items, find_item, table_kernel
+from fengine.ops.attention_tiles import copy_items, find_item, first_block, table_kernel
 from fengine.ops.registration import (
     barriers,
     describe,
@@ -48,7 +48,8 @@ def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
 
 
 def launch(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-           o_THK: Tensor, c: float, limit: int, chunk: int, block: int) -> None:  # fmt: skip
+           o_THK: Tensor, c: float, limit: int, chunk: int, block: int, window: int = 0,
+           sinks_H: Tensor | None = None) -> None:  # fmt: skip
     """Rows of more than `limit` tokens, and zeros behind the last row. Modifies: o_THK."""
     tokens, heads, width = q_THK.shape
     size, groups = k_PSGK.shape[1:3]
@@ -62,8 +63,8 @@ def launch(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_
     )
     k, v = (describe(x.view(-1, groups * width), PIECE, width) for x in (k_PSGK, v_PSGK))
     launcher(persistent_kernel, (multiprocessors(q_THK.device.index),))(
-        describe(q_THK, 64 // packed, packed, width), k, v, tiles, page_table_RN, o_THK, c, table_width, heads, groups,
-        width, size, packed, chunk, block, STAGES, num_warps=4
+        describe(q_THK, 64 // packed, packed, width), k, v, tiles, page_table_RN, o_THK, sinks_H, c, table_width, heads,
+        groups, width, size, packed, chunk, block, window, sinks_H is not None, STAGES, num_warps=4
     )  # fmt: skip
 
 
@@ -83,11 +84,18 @@ def item_at(item_ring, j):
 
 
 @gluon.jit
-def hide(s, start, position, seen_by_all, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scores of keys that a row does not see become -inf; the end of the block tells whether there are any."""
-    if start + BLOCK > seen_by_all:
+def hide(s, start, position, seen_by_all, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, WINDOW: gl.constexpr = 0,
+         TOKENS: gl.constexpr = 1):  # fmt: skip
+    """Scores of keys that a row does not see become -inf; the ends of the block tell whether there are any. TOKENS:
+    positions from the first row's to the last one's."""
+    edge = start + BLOCK > seen_by_all
+    if WINDOW:
+        edge = edge | (start + WINDOW < seen_by_all + TOKENS - 1)
+    if edge:
         key = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
         s = gl.where(key[None, :] <= position[:, None], s, float("-inf"))
+        if WINDOW:
+            s = gl.where(key[None, :] > (position - WINDOW)[:, None], s, float("-inf"))
     return s
 
 
@@ -134,9 +142,18 @@ def store_rows(o_ptr, o, WHO: gl.constexpr, line, left, part, H: gl.constexpr, K
 
 
 @gluon.jit
-def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
+def with_sink(m, sum, sink, c):
+    """(sums with a sink of each row merged last, what the row's numbers are to be multiplied by)."""
+    sink = sink.to(gl.float32) * 1.4426950408889634
+    top = gl.maximum(m * c, sink)
+    kept = gl.exp2(gl.fma(m, c + gl.zeros_like(m), -top))
+    return gl.fma(sum, kept, gl.exp2(sink - top)), kept
+
+
+@gluon.jit
+def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, sink_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
            k_empty, v_full, v_empty, c, H: gl.constexpr, K: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr,
-           BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+           BLOCK: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """A group of four warps: 64 rows of every item, all keys.
 
     The first scores of a chunk (s) are begun at the end of the chunk before, of this item or the one before.
@@ -164,22 +181,27 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_rin
         line, left, start, row, part = find_item(tiles_ptr, item, tiles, H // PACK)
         kv_len = start + left
         seen = gl.minimum(kv_len, start + 128 // PACK)
-        position = start + (WHO * 64 + gl.arange(0, 64, layout=BY_SCORE)) // PACK
+        lines = WHO * 64 + gl.arange(0, 64, layout=BY_SCORE)
+        position = start + lines // PACK
+        if SINKS:
+            sink = gl.load(sink_ptr + part * PACK + lines % PACK)
+        begin = first_block(start, BLOCK, WINDOW) * BLOCK
         q = queries(q_ring, (j % 2) * 2 + WHO, QUERIES, SMALL)
         m = gl.full([64], float("-inf"), gl.float32, BY_SCORE)
         sum = gl.full([64], -0.0, gl.float32, BY_SCORE)
         acc = gl.full([64, K], -0.0, gl.float32, OUT)
-        for low in range(0, seen, CHUNK):
+        for low in range(begin // CHUNK * CHUNK, seen, CHUNK):
+            from_ = gl.maximum(low, begin) if WINDOW else low
             end = gl.cdiv(gl.minimum(low + CHUNK, seen), BLOCK)
             first = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(n % STAGES))
-            first = hide(first, low, position, start + 1, BLOCK, SCORES)
+            first = hide(first, from_, position, start + 1, BLOCK, SCORES, WINDOW, 128 // PACK)
             m2 = gl.max(first, 1)
             p, safe = weights_of(first, m2, c, none)
             sums = halved(p, BLOCK, SUMS)
             weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
             acc2 = gl.zeros([64, K], gl.float32, OUT)
-            for block in range(low // BLOCK + 1, end):
+            for block in range(from_ // BLOCK + 1, end):
                 before = n % STAGES
                 phase = (n // STAGES) & 1
                 n += 1
@@ -188,7 +210,7 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_rin
                 mbarrier.wait(v_full.index(before), phase)
                 acc2 = warpgroup_mma(weights, v_ring.index(before), acc2, is_async=True)
                 u = warpgroup_mma_wait(1, deps=[u])
-                u = hide(u, block * BLOCK, position, start + 1, BLOCK, SCORES)
+                u = hide(u, block * BLOCK, position, start + 1, BLOCK, SCORES, WINDOW, 128 // PACK)
                 m_new = gl.maximum(m2, gl.max(u, 1))
                 p, safe = weights_of(u, m_new, c, none)
                 alpha = gl.exp2((m2 - safe) * c)
@@ -223,6 +245,8 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_rin
             safe = gl.where(m_new == float("-inf"), 0.0, m_new)
             a = gl.exp2((m - safe) * c)
             b = gl.exp2((m2 - safe) * c)
+            if WINDOW:  # a chunk of which a row sees nothing, all zeros, leaves it as it is, its signs of zero too
+                b = gl.where(m2 == float("-inf"), -0.0, b)
             m = m_new
             sum = gl.fma(gl.convert_layout(sum2, BY_SCORE), b, sum * a)
             b_out = gl.convert_layout(b, BY_OUT)[:, None] + gl.zeros_like(acc2)
@@ -230,6 +254,9 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_rin
         mbarrier.arrive(q_empty.index(j % 2))
         j += 1
         item = following
+        if SINKS:
+            sum, kept = with_sink(m, sum, sink, c)
+            acc = acc * gl.convert_layout(kept, BY_OUT)[:, None]
         o = acc / gl.convert_layout(sum, BY_OUT)[:, None]
         store_rows(o_ptr, o.to(DTYPE), WHO, line, left, part, H, K, PACK, LINES)
     warpgroup_mma_wait(0, deps=[s])
@@ -237,8 +264,9 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_rin
 
 @gluon.jit(do_not_specialize=["N"])
 def persistent_kernel(
-    q_desc, k_desc, v_desc, tiles_ptr, table_ptr, o_ptr, c, N, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr,
-    S: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, tiles_ptr, table_ptr, o_ptr, sink_ptr, c, N, H: gl.constexpr, G: gl.constexpr,
+    K: gl.constexpr, S: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr,
+    WINDOW: gl.constexpr, SINKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Items: tiles of 128 // PACK tokens, from table_kernel, with PACK query heads of a kv head. One after another."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -253,12 +281,12 @@ def persistent_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (tiles_ptr, 0, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty,
-                      v_full, v_empty, c, H, K, PACK, CHUNK, BLOCK, STAGES)),
-            (attend, (tiles_ptr, 1, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty,
-                      v_full, v_empty, c, H, K, PACK, CHUNK, BLOCK, STAGES)),
+            (attend, (tiles_ptr, 0, o_ptr, sink_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
+                      k_empty, v_full, v_empty, c, H, K, PACK, CHUNK, BLOCK, WINDOW, SINKS, STAGES)),
+            (attend, (tiles_ptr, 1, o_ptr, sink_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
+                      k_empty, v_full, v_empty, c, H, K, PACK, CHUNK, BLOCK, WINDOW, SINKS, STAGES)),
             (copy_items, (q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_ring, k_ring, v_ring, q_full,
-                          q_empty, k_full, k_empty, v_full, v_empty, H, G, K, S, PACK, BLOCK, STAGES)),
+                          q_empty, k_full, k_empty, v_full, v_empty, H, G, K, S, PACK, BLOCK, WINDOW, STAGES)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip

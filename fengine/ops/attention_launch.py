@@ -3,7 +3,7 @@
 import math
 from functools import cache, partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def block_of(width: int) -> int:
 
 
 class Bounds(NamedTuple):
-    """Which keys a token sees, and how large scores may get. The kernels for Hopper know the default, or WHOLE."""
+    """Which keys a token sees, and how large scores may get."""
 
     causal: bool = True
     window: int = 0  # 0: none
@@ -97,7 +97,7 @@ def reference_schedule(q_THK: Tensor, k_PSGK: Tensor) -> Schedule:
 
 def hopper_tiles(q_THK: Tensor, k_PSGK: Tensor, keys: int, bounds: Bounds) -> list[Tiles]:
     """The kernel for Hopper of rows of many tokens, if there is one for these. Pure."""
-    if bounds == CAUSAL and attention_hopper.usable(q_THK, k_PSGK):
+    if bounds.causal and not bounds.cap and not bounds.reach and attention_hopper.usable(q_THK, k_PSGK):
         return [HOPPER]
     return [WHOLE_HOPPER] if bounds == WHOLE and keys >= 512 and attention_whole_hopper.usable(q_THK, k_PSGK) else []
 
@@ -145,10 +145,8 @@ def schedules(
 
 @cache
 def arrivals(device: int | None) -> dict[int, Tensor]:
-    """Counters of the programs that have arrived, by address of the key pool: zero before and after every launch.
-
-    Launches on one pool follow each other, as each reads what the step before has written; so they may share counters.
-    """
+    """Counters of the programs that have arrived, by address of the key pool: zero before and after every launch, so
+    that launches on one pool, which follow each other as each reads what the step before wrote, may share them."""
     return {}
 
 
@@ -183,8 +181,9 @@ def run(call: Paged, scale: float, s: Schedule, bounds: Bounds = CAUSAL) -> Tens
     _run_rows(call, o_THK, s.rows, c, limit, bound)
     if s.tiles is not None and s.tiles.hopper:
         block, kernel = block_of(o_THK.shape[2]), attention_hopper if bounds.causal else attention_whole_hopper
+        more: Any = (bounds.window, call.sinks_H) if bounds.causal else ()
         for k, v, table in copies(*call[:6], limit):
-            kernel.launch(call.q_THK, k, v, *call[3:5], table, o_THK, c, limit, CHUNK, block)
+            kernel.launch(call.q_THK, k, v, *call[3:5], table, o_THK, c, limit, CHUNK, block, *more)
     elif s.tiles is not None:
         _run_tiles(call, o_THK, s.tiles, c, limit, bound)
     return o_THK
@@ -250,7 +249,8 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
     """Random rows around the edges of blocks and chunks under both schedules, called as they are used: by themselves,
     and inside a captured graph. Slots that no row owns hold NaN."""
     size, width = k_PSGK.shape[1], q_THK.shape[2]
-    lengths, tokens = [CHUNK + 200, 700, 2 * CHUNK + 65, 129, 64, 1, 2 * CHUNK], [1, 300, 200, 129, 1, 1, 2]
+    left = min(bounds.window, 8 * CHUNK)  # so that there are keys in front of a window
+    lengths, tokens = [CHUNK + 200, 700, 2 * CHUNK + 65 + left, 129, 64, 1, 2 * CHUNK], [1, 300, 200, 129, 1, 1, 2]
     pages = [triton.cdiv(length, size) for length in lengths]
     generator = torch.Generator(q_THK.device).manual_seed(width)
 

@@ -171,6 +171,12 @@ def find_item(tiles_ptr, item, tiles, PER: gl.constexpr):
 
 
 @gluon.jit
+def first_block(position, BLOCK: gl.constexpr, WINDOW: gl.constexpr):
+    """The first block of keys that a token at `position` sees; 0 without a window."""
+    return gl.maximum(position + 1 - WINDOW, 0) // BLOCK if WINDOW else 0
+
+
+@gluon.jit
 def copy_block(desc, table, block, full, empty, phase, start, kv_len, column, BLOCK: gl.constexpr, K: gl.constexpr,
                S: gl.constexpr):  # fmt: skip
     """A block of keys or values, when its place is free. Pages behind kv_len are page 0."""
@@ -185,7 +191,7 @@ def copy_block(desc, table, block, full, empty, phase, start, kv_len, column, BL
 @gluon.jit
 def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_ring, k_ring, v_ring, q_full, q_empty,
                k_full, k_empty, v_full, v_empty, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, S: gl.constexpr,
-               PACK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+               PACK: gl.constexpr, BLOCK: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The copying warp: item after item, block after block, as the rings have room. Behind the last item it hands on a
     number that is none."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -210,7 +216,8 @@ def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_rin
                            q_tiles.index((j % 2) * 2 + who))  # fmt: skip
             kv_len = position + left
             column = part // (H // G // PACK) * K
-            for block in range(0, gl.cdiv(gl.minimum(kv_len, position + 128 // PACK), BLOCK)):
+            end = gl.cdiv(gl.minimum(kv_len, position + 128 // PACK), BLOCK)
+            for block in range(first_block(position, BLOCK, WINDOW), end):
                 slot = n % STAGES
                 phase = ((n // STAGES) & 1) ^ 1
                 copy_block(k_desc, table, k_ring.index(slot), k_full.index(slot), k_empty.index(slot), phase,

@@ -11,7 +11,7 @@ from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from torch import Tensor
 
 from fengine.ops import attention, attention_launch, fp8_kernels, kv_fp8, kv_fp8_whole, rope
-from fengine.ops.attention_launch import CAUSAL, Paged, Rows, Schedule, Tiles, schedules
+from fengine.ops.attention_launch import CAUSAL, Bounds, Paged, Rows, Schedule, Tiles, schedules
 
 NEW, LENGTHS = (3, 1, 40, 1), (70, 33, 40, 600)  # tokens of a row in this step, and all of its tokens
 
@@ -166,9 +166,13 @@ def test_triton_decodes_what_rows_of_many_tokens_see(low: int) -> None:
 def test_on_a_device_bits_are_those_of_the_stored_numbers(width: int, groups: int, size: int) -> None:
     # Long rows: sums of other columns differ in one of some 10,000 numbers.
     few = inputs(width, 4 * groups, groups, torch.bfloat16, "cuda", size, (3000, 2500, 2040, 5000))
-    want = attention_launch.run(Paged(*whole(few)), 0.1, attention_launch.reference_schedule(few[0], whole(few)[1]))
-    for s in schedules(few[0], few[1], len(NEW), 5120, 132):
-        assert torch.equal(attention_launch.run(Paged(*few), 0.1, s)[: sum(NEW)], want[: sum(NEW)]), s
+    sinks = torch.randn(4 * groups).to(few[0])
+    for bounds, more in ((CAUSAL, ()), (Bounds(True, 700, 0.0, True), (sinks,))):
+        reference = attention_launch.reference_schedule(few[0], whole(few)[1])
+        want = attention_launch.run(Paged(*whole(few), *more), 0.1, reference, bounds)
+        for s in schedules(few[0], few[1], len(NEW), 5120, 132, bounds):
+            got = attention_launch.run(Paged(*few, *more), 0.1, s, bounds)
+            assert torch.equal(got[: sum(NEW)], want[: sum(NEW)]), s
     qkv, table, pos, slot, k, v = rope_inputs(width, groups, torch.bfloat16, "cuda")
     floats = torch.zeros(2, *k.shape[:3], width, dtype=qkv.dtype, device="cuda")
     want = rope.launch(qkv, table, pos, slot, *floats, 4, None, None, 0.0)

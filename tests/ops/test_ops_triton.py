@@ -433,6 +433,32 @@ def test_attention_of_blocks_at_once_is_proved(heads: int, groups: int, width: i
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "heads,groups,width,window,sinks",
+    [(32, 8, 128, 0, True), (8, 2, 128, 40, False), (6, 2, 128, 64, True), (4, 4, 128, 1500, False),
+     (64, 8, 64, 0, True), (64, 8, 64, 128, True), (14, 2, 64, 129, False), (3, 1, 64, 1, True),
+     (8, 2, 64, 1024, False)],
+)  # fmt: skip
+def test_prompts_within_windows_and_with_sinks_on_hopper(heads: int, groups: int, width: int, window: int, sinks: bool):
+    """Windows below, at and beyond a block and a chunk, from the middle of a row; pages that nobody sees hold NaN."""
+    lengths, tokens = [2900, 17, 1024, 700, 3300, 1], [900, 17, 1024, 33, 1200, 1]
+    args: Any = put(paged_case(lengths, tokens, heads, groups, width, 64, padding=3), torch.bfloat16)
+    bounds = attention_launch.Bounds(True, window, 0.0, sinks)
+    found = attention_launch.schedules(*args[:2], len(lengths), 4096, 132, bounds)
+    if found[0].tiles != attention_launch.HOPPER:
+        pytest.skip("needs an NVIDIA GPU of compute capability 9")
+    sink = put(normal(heads, seed=3) * 3, torch.bfloat16) if sinks else None
+    call = attention_launch.Paged(*args[:6], sink)
+    want = attention_launch.run(call, args[6], attention_launch.reference_schedule(*args[:2]), bounds)
+    for row, (length, count) in enumerate(zip(lengths, tokens, strict=True)):
+        windows = Windows(window or length, attention_launch.block_of(width), 64, 0, 1, True)
+        left = args[5][row, : windows.window_start(length - count)].long()
+        args[1][left] = args[2][left] = torch.nan
+    assert want.isfinite().all() and attention_launch.run(call, args[6], found[0], bounds).equal(want)
+    assert attention_launch.is_proved(*args[:2], found[0], bounds)
+
+
+@pytest.mark.gpu
 def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatch):
     """The negative control: chunks of another length under the schedule that is compared."""
     q, k, v, _, _, table, scale = put(paged_case([64], [64], 8, 2, 128, 64), torch.bfloat16)
