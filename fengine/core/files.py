@@ -36,7 +36,7 @@ def read_from(file: BinaryIO, path: Path, most: int) -> bytes:
     """Up to `most` bytes. Modifies: the position in `file`."""
     data = b""
     try:
-        size = max(os.fstat(file.fileno()).st_size + 1, 4096)  # a read takes memory for all that it may bring
+        size = max(os.fstat(file.fileno()).st_size, 4096)  # a read takes memory for all that it may bring
         while len(data) < most and (more := file.read(min(most - len(data), size))):
             data += more
     except OSError as error:

@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -168,6 +169,9 @@ def test_stops_equal_decoding_every_prefix(made, name) -> None:  # noqa: ANN001
         )
 
     check()
+    run = [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in "ée".encode()]
+    once: Any = check  # a run that is looked at before it has ended is read once
+    once.hypothesis.inner_test([id for id in run if id is not None], [1, 2], True, ["é{2}"], [])
 
 
 def test_the_stop_token_is_kept_in_the_text_only_without_trimming(made) -> None:  # noqa: ANN001
@@ -180,6 +184,9 @@ def test_the_stop_token_is_kept_in_the_text_only_without_trimming(made) -> None:
     regex = Detokenizer(tokenizer, SamplingParams.of({"stop_regex": r"two|wo|o$"}))
     text = regex.push(ids[:1]) + regex.push(ids[1:], trim_last=True) + regex.finish()
     assert regex.matched is not None and text == tokenizer.decode(ids[: regex.matched_tokens])
+    half, end = (tokenizer.backend.token_to_id(piece) for piece in "Ãx")  # the first of two bytes of a character
+    regex = Detokenizer(tokenizer, SamplingParams.of({"stop_regex": "^\ufffd$"}))
+    assert regex.push([half, end], trim_last=True) + regex.finish() == "\ufffd" and regex.matched == "^\ufffd$"
 
 
 def test_memory_of_transitions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,10 +195,13 @@ def test_paused_requests_go_on_as_if_nothing_had_been(mode: str, overlap: bool) 
 
 
 def test_pause_with_abort_ends_what_runs_and_holds_what_comes(engine: Engine) -> None:
-    stream: Any = engine.generate(input_ids=[1], sampling_params=greedy(200), stream=True)
+    stream: Any = engine.generate(
+        input_ids=[1], sampling_params=greedy(200), stream=True, return_logprob=True, top_logprobs_num=1
+    )
     next(stream)
     engine.pause_generation()
     assert list(stream)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert not engine._parts.core.stepper.input_batch.asking  # nothing is kept of what has ended
     late: Any = engine.generate(input_ids=[2], sampling_params=greedy(3), stream=True)
     assert in_loop(engine._parts.core, engine.stats)["waiting"] == 1
     engine.continue_generation()
@@ -357,6 +360,18 @@ def test_a_request_whose_reader_has_seen_its_end_is_not_kept() -> None:
     text.steps.put(None)
     text.run()
     assert told == [state] and not text.untold
+
+
+def test_the_tokens_of_a_requests_last_step_come_with_its_end() -> None:
+    text, told = OutputProcessor(cast(Any, None), lambda states: None), list[RequestOutput]()
+    request = Request("r", 1, [1, 2, 3], SamplingParams(), seed=0, max_new_tokens=2, stop_ids=frozenset())
+    state = RequestState(request, None, True, lambda state: told.append(state.output))
+    text.enter([state])
+    request.finish = {"type": "length", "length": 2}
+    text.steps.put(([(state, 2)], [state]))
+    text.steps.put(None)
+    text.run()
+    assert told == [RequestOutput("", 2, request.finish)]
 
 
 def test_whatever_fails_in_a_notification_ends_one_request_only() -> None:

@@ -27,6 +27,11 @@ from transformers import (
 
 from fengine.api.encode import rerank_scores
 from fengine.api.engine import Engine
+from fengine.core.request import Request
+from fengine.core.sampling_params import SamplingParams
+from fengine.core.scheduler_output import SchedulerOutput, Span, StepOutput
+from fengine.engine.readout import record
+from fengine.engine.request_state import RequestState
 from fengine.errors import (
     CapacityError,
     ContextLengthError,
@@ -36,6 +41,8 @@ from fengine.errors import (
     UnsupportedFeatureError,
 )
 from fengine.worker import hub
+from fengine.worker.chunks import Chunk
+from fengine.worker.extras import hidden_wanted
 from fengine.worker.hub import BOX
 from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.pooling import Pooling, check_dimensions, finish_vector, read_pooling
@@ -78,6 +85,32 @@ def write_modules(directory: Path, pooling: dict[str, Any], *kinds: str, where: 
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir(exist_ok=True)
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+# -- what a step's hidden states become -------------------------------------------------------------------------------
+
+
+def test_a_state_that_is_not_finite_fails_the_request_whose_vector_it_would_be_part_of() -> None:
+    def recorded(rows_HD: np.ndarray) -> tuple[float, Any]:
+        request = Request("r", 3, [1, 2, 3], SamplingParams(pool="mean"), 0, 0, frozenset())
+        state = RequestState(request, None, False, lambda state: None)
+        step = SchedulerOutput(0, rows=[0], starts=[0], counts=[3], samples=[True], requests=[request])
+        out = StepOutput([0], [0.0], hidden=[Span(0, 0, 3, 0)], hidden_HD=rows_HD, pooled=[0])
+        record({"r": state}, step, out, lambda pooled: pooled)
+        return out.logprobs[0], state.embedding
+
+    rows_HD = np.arange(6, dtype=np.float32).reshape(3, 2)
+    logprob, vector = recorded(rows_HD)
+    assert logprob == 0.0 and vector.tolist() == [2.0, 3.0]
+    rows_HD[1, 0] = np.inf
+    assert np.isnan(recorded(rows_HD)[0])
+
+
+def test_the_first_state_is_asked_for_once_also_where_a_prompt_is_computed_again() -> None:
+    new = Request("r", 3, [1, 2, 3], SamplingParams(pool="cls"), 0, 0, frozenset())
+    for seen, spans in ((0, [Span(0, 0, 1, 0)]), (1, [])):
+        new.num_seen = seen
+        assert hidden_wanted([Chunk(0, new, 0, 2, 0, False, 2, None)])[0] == spans
 
 
 # -- what the checkpoint says ------------------------------------------------------------------------------------------

@@ -183,6 +183,14 @@ def test_penalties_and_biases(parts: Parts, model: Any, name: str) -> None:
     assert plain.token_ids != ids
 
 
+def test_what_is_banned_stays_so_however_hot_it_is(parts: Parts) -> None:
+    banned = frozenset(range(0, VOCAB, 2))
+    (request,) = run(
+        parts, [Ask(prompt(6), Params(min_new_tokens=12), 12, stop_ids=banned, params={"temperature": 3e38})]
+    )
+    assert len(request.output_ids) == 12 and not banned & {*request.output_ids[:-1]}
+
+
 def test_stop_ids_wait_for_min_new_tokens(parts: Parts) -> None:
     """Ids that the model does not have may be among them."""
     (free,) = run(parts, [Ask(prompt(6), new=12)])

@@ -114,7 +114,9 @@ def test_a_request_comes_back_as_it_went() -> None:
 
 def test_a_processor_without_a_name_stays_in_its_process() -> None:
     handles = Handles({"push": push}, lambda kind, text: None, lambda name, number: Adapter(name, number, None))
-    assert to_plain(SamplingParams(processor=push), handles) == {"processor": "push"}
+    made = {"much": 1.0, "__req__": object()}  # by the last call: the next one makes another
+    told = to_plain(SamplingParams(processor=push, custom_params=made), handles)
+    assert told == {"processor": "push", "custom_params": {"much": 1.0}}
     with pytest.raises(UnsupportedFeatureError, match="not registered by name"):
         to_plain(SamplingParams(processor=lambda logits, params: logits), handles)
 

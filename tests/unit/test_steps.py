@@ -26,15 +26,17 @@ def test_records_tell_every_token_once() -> None:
         records = told(engine, [PROMPT, [*PROMPT, 3], [8] * 5])
         after = engine.stats()
     assert [r.step for r in records] == list(range(before["steps"], after["steps"]))
-    computed: dict[str, list[int]] = {}
+    lengths, computed = {"r0": 24, "r1": 25, "r2": 5}, dict[str, list[int]]()
     for record in records:
         assert record.kind in ("decode", "prefill", "mixed") and record.launched <= record.landed
         for rid, start, count in zip(record.rids, record.starts, record.counts, strict=True):
             computed.setdefault(rid, []).extend(range(start, start + count))
+        behind = [start >= lengths[rid] for rid, start in zip(record.rids, record.starts, strict=True)]
+        assert list(record.decodes) == behind  # nobody is preempted here
     hits = Counter({n.rid: n.hits for r in records for n in r.new_pages if n.first == 0})
     size = engine.config.cache.page_size
     assert size is not None
-    for rid, length in (("r0", 24), ("r1", 25), ("r2", 5)):  # the last drawn token is never fed
+    for rid, length in lengths.items():  # the last drawn token is never fed
         assert computed[rid] == list(range(hits[rid] * size, length + 8 - 1))
     assert sum(hits.values()) > 0  # r1 begins as r0 does
 

@@ -36,6 +36,16 @@ def test_a_window_changes_no_schedule_where_pages_abound() -> None:
         assert simulate(replace(case, windows=windows)).log == simulate(case).log
 
 
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 9])
+def test_attention_begins_at_the_page_of_the_first_key_that_it_reads(window: int) -> None:
+    """Whole grains of the keys that a token sees."""
+    for grain, page_size in ((1, 1), (2, 2), (4, 2), (2, 4), (3, 2)):
+        windows = Windows(window, grain, page_size, 12, 8, False)
+        for position in range(30):
+            seen = min(key for key in range(position + 1) if position - key < window)
+            assert windows.window_start(position) == (seen - seen % grain) // page_size
+
+
 def _late(windows: Windows, position: int) -> int:
     return max(position + 3 - windows.window, 0) // windows.page_size
 

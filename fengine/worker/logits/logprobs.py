@@ -75,7 +75,7 @@ def _group(chunks: list[Chunk], top: int) -> PromptRows:
     for chunk in chunks:
         new, params = chunk.new, chunk.new.params
         first = max(chunk.start, new.first_scored)
-        last = max(first, min(chunk.end, new.prompt_len - 1))
+        last = min(chunk.end, new.prompt_len - 1)  # not before the first, or it is not scored
         target_P = np.array(new.token_ids[first + 1 : last + 1], np.int32)
         id_K = np.array(params.logprob_ids, np.int32)
         ids.append(np.concatenate((target_P[:, None], np.broadcast_to(id_K, (last - first, len(id_K)))), axis=1))
