@@ -31,12 +31,10 @@ from fengine.speculative.ahead import Ahead, tries_of
 from fengine.speculative.chain import SLOTS, TRY, Chain, Guide, Head
 from fengine.speculative.memo import Chained, Memo, hopes_at
 from fengine.speculative.pace import ALL, SCOUTS, Cost, Pace
-from fengine.worker.fields import Arrays
 from fengine.worker.input_batch import InputBatch
-from fengine.worker.logits.bias import LogitBias
-from fengine.worker.logits.penalties import Penalties
+from fengine.worker.logits.penalties import LogitBias, Penalties
 from fengine.worker.logits.structured import cursor_of
-from fengine.worker.step_input import StepInput
+from fengine.worker.step_input import Arrays, StepInput
 
 logger = logging.getLogger("fengine")
 CATCH_UP = 4096  # tokens computed in one go: long prompts must not hold up the loop, nor take its memory

@@ -8,9 +8,8 @@ import numpy as np
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput, Span
 from fengine.worker.chunks import Chunk
-from fengine.worker.fields import Arrays
 from fengine.worker.logits.logprobs import ASKED, asked_ids, prompt_rows
-from fengine.worker.step_input import StepInput
+from fengine.worker.step_input import Arrays, StepInput
 
 BY_ROW = frozenset({"processor", "mask", "logprobs", "input logprobs", "hidden states"})  # tables know all of others
 

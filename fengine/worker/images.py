@@ -15,7 +15,7 @@ from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
 from fengine.ops.columns import Group, share
 from fengine.worker.cuda_graphs import Graphs
-from fengine.worker.fields import Arrays
+from fengine.worker.step_input import Arrays
 from fengine.worker.tower import Tower
 
 TABLE = "image_ED"  # in Params

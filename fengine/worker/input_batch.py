@@ -12,9 +12,8 @@ import numpy as np
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.worker.extras import BY_ROW, Extras, adapter_fields, draw_index
-from fengine.worker.fields import Arrays
 from fengine.worker.images import ImageInputs
-from fengine.worker.step_input import LogitsStage, StepInput, Write
+from fengine.worker.step_input import Arrays, LogitsStage, StepInput, Write
 
 HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one must stay unlikely
 

@@ -22,9 +22,8 @@ from fengine.models.spec import ModelSpec
 from fengine.ops import edges
 from fengine.ops.sampling import draw
 from fengine.worker.compiled import compiled_layers
-from fengine.worker.fields import Arrays
 from fengine.worker.logits.logprobs import Likeliest, put, score, score_prompts, scores_of, to_host
-from fengine.worker.step_input import LogitsStage, StepInput
+from fengine.worker.step_input import Arrays, LogitsStage, StepInput
 from fengine.worker.warm_up import warm_step
 
 DRAW = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "pos_R")  # what `ops.sampling.draw` takes

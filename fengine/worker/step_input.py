@@ -1,17 +1,190 @@
-"""`StepInput`: one step on the host, from the batch that gathers it to the runner. `LogitsStage`: an edit of logits."""
+"""`Field`: one array of a step, declared once by name; and how fields lie in a packed buffer, which goes to the device
+and comes back. Layout, views, padding and warm-up derive from the declaration. A field's dimensions stand behind the
+last "_" of its name: letters of the dimension key, or a number as it is.
 
-from collections.abc import Callable, Sequence
+`StepInput`: one step on the host, from the batch that gathers it to the runner. `LogitsStage`: an edit of logits."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fengine.core.request import Request
 from fengine.core.scheduler_output import Drafts, Span
 from fengine.errors import FengineError
 from fengine.models.kv_state import Tensors
-from fengine.worker.fields import Arrays, Field
+
+Arrays = dict[str, np.ndarray]
+Sizes = Mapping[str, int]
+
+
+class Pad(Enum):
+    """Paddings that are no constant."""
+
+    LAST = "last"  # the last value again
+    NONE = "none"  # whatever lies there: nothing reads it
+
+
+class Field(NamedTuple):
+    """One array of a step. `pad` stands behind what the step fills in, and everywhere if it fills in nothing."""
+
+    name: str
+    dtype: torch.dtype
+    pad: float | Pad = 0
+
+    @property
+    def letters(self) -> str:
+        return self.name.rpartition("_")[2]
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(int(letter) if letter.isdigit() else sizes[letter] for letter in self.letters)
+
+
+def blank(field: Field, sizes: Sizes) -> np.ndarray:
+    array: np.ndarray = torch.empty(0, dtype=field.dtype).numpy()
+    return np.full(field.shape(sizes), blank_value(field), array.dtype)
+
+
+def blank_value(field: Field) -> float:
+    return 0 if isinstance(field.pad, Pad) else field.pad
+
+
+INPUTS = (  # of a forward pass, fed tokens and the draw; those of rows first, so that their places depend on R alone
+    Field("logit_index_R", torch.int32),
+    Field("temperature_R", torch.float32, 1),  # > 0; of greedy rows 1
+    Field("top_k_R", torch.int32, 1),  # >= V means off; 1 is greedy
+    Field("top_p_R", torch.float32, 1),  # in (0, 1]; 1 means off
+    Field("min_p_R", torch.float32),  # in [0, 1]; 0 means off
+    Field("seed_R", torch.int64),  # the request's own
+    Field("pos_R", torch.int32),  # of the token being drawn: noise is keyed by (seed, position, vocabulary id)
+    Field("kv_len_R", torch.int32),
+    Field("q_start_B", torch.int32, Pad.LAST),
+    Field("page_table_RN", torch.int32, Pad.NONE),
+    Field("token_T", torch.int32),
+    Field("pos_T", torch.int32),
+    Field("slot_T", torch.int32),
+    Field("window_slot_U", torch.int32),  # of layers with a window, where these have pages of their own
+    Field("window_table_RY", torch.int32, Pad.NONE),
+    Field("feed_index_T", torch.int32),  # where feed_from_T is true, the token is what this row of the step before drew
+    Field("feed_from_T", torch.bool),
+)
+IMAGES = (
+    Field("image_row_I", torch.int32, -1),  # I: the T of models with images
+    Field("rope_pos_3I", torch.int32),
+    Field("last_key_J", torch.int32),  # J: the T of those in which the tokens of an image see each other
+)
+ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))
+
+
+class Target(NamedTuple):
+    """Where a field of a step lies on the host, and what stands behind what the step fills in: None: whatever does."""
+
+    name: str
+    array: np.ndarray
+    blank: float | None
+    last: bool  # in its place the last value again
+
+
+class Slot(NamedTuple):
+    """A field's place in a packed buffer, in bytes."""
+
+    field: Field
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def layout(fields: Iterable[Field], sizes: Sizes) -> list[Slot]:
+    """Where each field lies in one packed byte buffer, 16-byte aligned; fields with a letter that `sizes` lacks do not.
+    Fields in front keep their places whatever stands behind them."""
+    slots, at = [], 0
+    for one in fields:
+        if all(letter in sizes or letter.isdigit() for letter in one.letters):
+            shape = one.shape(sizes)
+            end = at + prod(shape) * one.dtype.itemsize
+            slots.append(Slot(one, shape, at, end))
+            at = -(-end // 16) * 16
+    return slots
+
+
+def views(buffer: Tensor, slots: Iterable[Slot]) -> dict[str, Tensor]:
+    """Typed views of a packed byte buffer, by name."""
+    return {slot.field.name: buffer[slot.start : slot.end].view(slot.field.dtype).view(slot.shape) for slot in slots}
+
+
+def target_of(field: Field, array: np.ndarray) -> Target:
+    return Target(field.name, array, None if field.pad is Pad.NONE else blank_value(field), field.pad is Pad.LAST)
+
+
+def pack(arrays: Arrays, targets: Iterable[Target]) -> None:
+    """Writes arrays where their fields lie, padded. Modifies: the targets."""
+    for name, target, blank, last in targets:
+        source = arrays.get(name)
+        if source is None or source.ndim > 1:  # padded in both dimensions
+            if blank is not None:
+                target.fill(blank)
+            if source is not None:
+                target[tuple(map(slice, source.shape))] = source
+            continue
+        held = len(source)
+        target[:held] = source
+        if held < len(target) and blank is not None:
+            target[held:] = source[-1] if last else blank
+
+
+class Place(NamedTuple):
+    """Where fields of one size lie: in all buffers, in each of the host's, in each of the device's."""
+
+    slots: list[Slot]
+    host: list[list[Target]]
+    device: list[dict[str, Tensor]]
+
+
+class StaticBuffers:
+    """Fields in packed buffers whose addresses graphs hold: two on the host, pinned, and two on the device, which
+    `turn` and `which` name. Modifies: these buffers."""
+
+    def __init__(self, fields: tuple[Field, ...], most: Sizes, device: torch.device) -> None:
+        self.fields = fields
+        size = max(slot.end for slot in layout(fields, most)) + 64
+        self.host = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.places: dict[tuple[tuple[str, int], ...], Place] = {}
+
+    def place(self, sizes: Sizes) -> Place:
+        """Made once for each size: to make it for a short step would take as long as to launch it."""
+        key = tuple(sizes.items())
+        if key not in self.places:
+            slots = layout(self.fields, sizes)
+            host, device = [views(b, slots) for b in self.host], [views(b, slots) for b in self.device]
+            targets = [[target_of(field, found[field.name].numpy()) for field, *_ in slots] for found in host]
+            self.places[key] = Place(slots, targets, device)
+        return self.places[key]
+
+    def fill(self, arrays: Arrays, sizes: Sizes, turn: int) -> None:
+        pack(arrays, self.place(sizes).host[turn])
+
+    def send(self, turn: int, which: int, sizes: Sizes, lines: int | None = None) -> None:
+        """Starts the copy of the host's buffer `turn` to the device's `which`; of the last field so many lines."""
+        last = self.place(sizes).slots[-1]
+        end = last.end if lines is None else last.start + (last.end - last.start) // last.shape[0] * lines
+        self.device[which][:end].copy_(self.host[turn][:end], non_blocking=True)
+
+    def fetch(self, turn: int, which: int, sizes: Sizes) -> None:
+        end = self.place(sizes).slots[-1].end
+        self.host[turn][:end].copy_(self.device[which][:end], non_blocking=True)
+
+    def arrays(self, turn: int, sizes: Sizes) -> Arrays:
+        return {target.name: target.array for target in self.place(sizes).host[turn]}
+
+    def tensors(self, which: int, sizes: Sizes) -> dict[str, Tensor]:
+        return dict(self.place(sizes).device[which])
+
 
 Write = Callable[[], object]
 

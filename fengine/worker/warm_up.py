@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from fengine.ops.edit_logits import add_at, apply_bitmask, count, penalize, words
-from fengine.worker.fields import IMAGES, INPUTS, Sizes, blank
 from fengine.worker.logits.logprobs import MOST_ASKED, TOPS, score
-from fengine.worker.step_input import StepInput
+from fengine.worker.step_input import IMAGES, INPUTS, Sizes, StepInput, blank
 
 
 def warm_step(tokens: int, sizes: Sizes) -> StepInput:

@@ -27,14 +27,13 @@ from fengine.engine.request_state import RequestState
 from fengine.errors import ConfigError, LogitProcessorError
 from fengine.ops import linear
 from fengine.worker.chunks import PromptRows
-from fengine.worker.fields import INPUTS, blank, pack, target_of
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits import logits_stages
 from fengine.worker.logits.logprobs import ASKED, SLICE, score_prompts
 from fengine.worker.logits.penalties import Table, rounded
 from fengine.worker.logits.processors import ProcessorRequest
 from fengine.worker.pooling import apply_head
-from fengine.worker.step_input import StepInput
+from fengine.worker.step_input import INPUTS, StepInput, blank, pack, target_of
 from fengine.worker.warm_up import warm_stages
 
 VOCAB = SIZES["vocab_size"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from fengine.core.scheduler_output import Scores, Span
 from fengine.ops.logprobs import MOST_TOP, logprobs, top_ids
 from fengine.worker.chunks import Chunk, PromptRows
-from fengine.worker.fields import Field
+from fengine.worker.step_input import Field
 
 SLICE = 256  # rows unembedded at once for prompt logprobs: 125 MiB of logits for a vocabulary of 128k
 ASKED = Field("asked_RK", torch.int32)  # ids whose logprobs are wanted of the draws

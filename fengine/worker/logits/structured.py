@@ -15,8 +15,7 @@ from fengine.errors import FengineError
 from fengine.models.kv_state import Tensors
 from fengine.ops.edit_logits import apply_bitmask, words
 from fengine.worker.chunks import Chunk
-from fengine.worker.fields import Arrays, Field, Pad
-from fengine.worker.step_input import LogitsStage, StepInput, Write
+from fengine.worker.step_input import Arrays, Field, LogitsStage, Pad, StepInput, Write
 
 
 class StructuredOutput(LogitsStage):
