@@ -19,7 +19,7 @@ from fengine.ops import e4m3
 from fengine.ops.ahead import launcher
 from fengine.ops.cpu import contiguous, schedule
 from fengine.ops.fp8_kernels import store_e4m3
-from fengine.ops.registration import begin, dependent_launch, plain, register, row_warps, tl, triton, wait, wide
+from fengine.ops.registration import begin, dependent_launch, op, plain, register, row_warps, tl, triton, wait, wide
 
 BLOCK = 1024
 WIDEST = 1 << 15  # columns that a program takes at once
@@ -167,7 +167,6 @@ _e4m3_op = register(
 _alone_op = register(
     "activate(Tensor x, int act) -> Tensor", *(partial(form, gated=False) for form in (launch, on_cpu, fake))
 )
-_cap_op = register("soft_cap(Tensor x, float cap) -> Tensor", cap_launch, cap_on_cpu)
 
 
 def silu_mul(x_T2F: Tensor, act: str = "silu", group: int = 0) -> Any:
@@ -183,6 +182,7 @@ def activate(x_TF: Tensor, act: str) -> Tensor:
     return _alone_op(x_TF, ACTS.index(act))
 
 
+@op(cap_launch, cap_on_cpu)
 def soft_cap(x_RV: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) of float32 logits. Pure."""
-    return _cap_op(x_RV, cap)
+    ...

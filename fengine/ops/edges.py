@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fengine.ops.ahead import launcher
 from fengine.ops.cpu import contiguous, integers, schedule
-from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait
+from fengine.ops.registration import begin, dependent_launch, op, plain, tl, triton, wait
 
 BLOCK = 1024
 
@@ -95,29 +95,19 @@ def hand_on_cpu(token: Tensor, logprob: Tensor, last_token: Tensor, out: Tensor)
     out.copy_(torch.stack((token, logprob.view(torch.int32))))
 
 
-_feed = register(
-    "feed(Tensor token, Tensor last_token, Tensor index, Tensor from_) -> Tensor", feed_launch, feed_on_cpu
-)
-_take = register(
-    "take(Tensor x, Tensor index) -> Tensor", take_launch, take_on_cpu,
-    lambda x, index: x.new_empty((index.shape[0], x.shape[1])),
-)  # fmt: skip
-_hand_on = register(
-    "hand_on_(Tensor token, Tensor logprob, Tensor(a!) last_token, Tensor(b!) out) -> ()", hand_on_launch, hand_on_cpu
-)
-
-
+@op(feed_launch, feed_on_cpu)
 def feed(token_T: Tensor, last_token_R: Tensor, index_T: Tensor, from_T: Tensor) -> Tensor:
     """token_T with last_token_R[index_T[t]] where from_T[t] is true: int32 [T]. Pure."""
-    return _feed(token_T, last_token_R, index_T, from_T)
+    ...
 
 
+@op(take_launch, take_on_cpu, lambda x, index: x.new_empty((index.shape[0], x.shape[1])))
 def take(x_TD: Tensor, index_R: Tensor) -> Tensor:
     """Rows index_R (int32) of x as [R, D]. Pure."""
-    return _take(x_TD, index_R)
+    ...
 
 
+@op(hand_on_launch, hand_on_cpu, mutates=("last_token_R", "out_2R"), name="hand_on_")
 def hand_on(token_R: Tensor, logprob_R: Tensor, last_token_R: Tensor, out_2R: Tensor) -> None:
     """Gives the draws to the next step and to the host. Modifies: last_token_R, its first R, and out_2R (int32): the
     tokens, then the bits of the logprobs."""
-    _hand_on(token_R, logprob_R, last_token_R, out_2R)

@@ -22,7 +22,7 @@ from torch import Tensor
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops.ahead import launcher
 from fengine.ops.cpu import contiguous, integers, schedule
-from fengine.ops.registration import register, tl, triton
+from fengine.ops.registration import op, register, tl, triton
 
 BAN = 1e30  # times or over any temperature of [1e-6, 1e20] it is finite and exp(-z) is 0
 IDS = 4096  # of one program
@@ -212,7 +212,6 @@ _penalize = register(
 )  # fmt: skip
 _add_at = register("add_at_(Tensor(a!) logits, Tensor slot, Tensor id, Tensor value) -> ()", add_launch, add_on_cpu)
 _bar = register("apply_bitmask_(Tensor(a!) logits, Tensor row, Tensor mask) -> ()", mask_launch, mask_on_cpu)
-_count = register("count_(Tensor(a!) count, Tensor slot, Tensor token) -> ()", count_launch, count_on_cpu)
 
 
 def penalize(
@@ -231,9 +230,9 @@ def add_at(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Tensor) -
     return logits_RV
 
 
+@op(count_launch, count_on_cpu, mutates=("count_SV",), name="count_")
 def count(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
     """Adds 1 at [slot_R, token_R] where the slot is not negative. Modifies: count_SV. All int32."""
-    _count(count_SV, slot_R, token_R)
 
 
 def apply_bitmask(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.registration import begin, dependent_launch, register, tl, triton, wait
+from fengine.ops.registration import begin, dependent_launch, op, tl, triton, wait
 
 BLOCK = 1024
 
@@ -132,17 +132,7 @@ def catch_up_on_cpu(
     start_B[rows:] = end
 
 
-_op = register(
-    "go_on_(Tensor token, Tensor logprob, Tensor end, Tensor page_table, Tensor(a!) guess, Tensor(b!) next, int step, "
-    "int size, int last_pos, int behind) -> ()", launch, on_cpu,
-)  # fmt: skip
-_catch_up = register(
-    "catch_up_(Tensor drawn, Tensor guess, Tensor slot, Tensor try_, Tensor page_table, Tensor(a!) token, "
-    "Tensor(b!) pos, Tensor(c!) place, Tensor(d!) start, Tensor(e!) last, Tensor(f!) seen, Tensor(g!) next, int rows, "
-    "int most, int size, int behind) -> ()", catch_up_launch, catch_up_on_cpu,
-)  # fmt: skip
-
-
+@op(launch, on_cpu, mutates=("guess_RK", "next_5R"), name="go_on_")
 def go_on(
     token_R: Tensor, logprob_R: Tensor, end_R: Tensor, page_table_RN: Tensor, guess_RK: Tensor, next_5R: Tensor,
     step: int, size: int, last_pos: int, behind: int,
@@ -150,9 +140,12 @@ def go_on(
     """Notes guess `step` behind the first end_R positions in its column of guess_RK, -1 where the logprob is NaN, and
     in next_5R, for the guess behind it: token (0 for -1), position, slot in pages of `size`, keys seen, and the
     position drawn for, which is `behind` further. No position is behind `last_pos`. Modifies: guess_RK, next_5R."""
-    _op(token_R, logprob_R, end_R, page_table_RN, guess_RK, next_5R, step, size, last_pos, behind)
 
 
+WRITTEN = ("token_T", "pos_T", "slot_T", "start_B", "last_R", "seen_R", "next_R")
+
+
+@op(catch_up_launch, catch_up_on_cpu, mutates=WRITTEN, name="catch_up_")
 def catch_up(
     drawn_R: Tensor, guess_S: Tensor, slot_R: Tensor, try_7R: Tensor, page_table_RN: Tensor, token_T: Tensor,
     pos_T: Tensor, slot_T: Tensor, start_B: Tensor, last_R: Tensor, seen_R: Tensor, next_R: Tensor, rows: int,
@@ -167,7 +160,3 @@ def catch_up(
     A guess is right where it was drawn and something was drawn behind it. To token_T, pos_T and slot_T go the tokens
     that are not computed yet, of one row behind the other, row r's from start_B[r] on and up to last_R[r]; seen_R: keys
     seen with them; next_R: the position drawn for, `behind` further. Modifies: these."""
-    _catch_up(
-        drawn_R, guess_S, slot_R, try_7R, page_table_RN, token_T, pos_T, slot_T, start_B, last_R, seen_R, next_R, rows,
-        most, size, behind,
-    )  # fmt: skip

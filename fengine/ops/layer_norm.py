@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fengine.ops.cpu import KIND, contiguous, readable, schedule
 from fengine.ops.norm_kernels import layer_launch as launch
-from fengine.ops.registration import register, wide
+from fengine.ops.registration import op, wide
 
 
 def reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -32,9 +32,7 @@ def on_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-_op = register("layer_norm(Tensor x, Tensor weight, float eps) -> Tensor", launch, on_cpu)
-
-
+@op(launch, on_cpu)
 def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """The normalized rows, in x's dtype. weight_D may be [2D], the bias behind the weight. Pure."""
-    return _op(x_TD, weight_D, eps)
+    ...

@@ -9,7 +9,7 @@ from torch import Tensor
 from fengine.ops.ahead import launcher
 from fengine.ops.cpu import contiguous, integers, schedule
 from fengine.ops.edit_logits import BAN
-from fengine.ops.registration import dependent_launch, plain, register, tl, triton
+from fengine.ops.registration import dependent_launch, op, plain, register, tl, triton
 from fengine.ops.sampling_kernels import BLOCK, block_kernel, join
 
 IDS = 256  # of one program
@@ -78,12 +78,10 @@ def fake(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
     return logits_RV.new_empty(id_RK.shape, dtype=torch.float32)
 
 
-_op = register("logprobs(Tensor logits, Tensor temperature, Tensor id) -> Tensor", launch, on_cpu, fake)
-
-
+@op(launch, on_cpu, fake)
 def logprobs(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
     """logprob_RK float32 of ids [R, K] (int32, in [0, V)). Row r depends on row r of the arguments alone. Pure."""
-    return _op(logits_RV, temperature_R, id_RK)
+    ...
 
 
 def top_keys(logits_RV: Tensor, count: int) -> Tensor:

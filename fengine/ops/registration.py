@@ -5,10 +5,10 @@ still imports, and runs on the CPU. Gluon, the language of the kernels for NVIDI
 experimental: where it is missing or has changed, TensorDescriptor is None, and `runs_gluon` says no."""
 # pyright: reportInvalidTypeForm=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ except (ImportError, AttributeError):
     async_copy = mma_v2 = fence_async_shared = mbarrier = warpgroup_mma = warpgroup_mma_wait = None
 
 LIBRARY = torch.library.Library("fengine", "DEF")
+Face = TypeVar("Face", bound=Callable[..., Any])
 
 
 def register(
@@ -76,6 +77,20 @@ def register(
     fake = fake or (nothing if schema.endswith("()") else alike)
     torch.library.register_fake(f"fengine::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fengine, name).default
+
+
+def op(
+    on_cuda: Callable[..., Any], on_cpu: Callable[..., Any], fake: Callable[..., Any] | None = None,
+    mutates: Sequence[str] = (), name: str | None = None,
+) -> Callable[[Face], Face]:  # fmt: skip
+    """Makes a signature and a docstring the op itself, whose schema follows from the signature. `mutates`: the
+    arguments that it writes to; `name`: of the op, where it is not the function's."""
+
+    def made(face: Face) -> Face:
+        schema = torch.library.infer_schema(face, mutates_args=mutates, op_name=name or face.__name__)
+        return register(schema, on_cuda, on_cpu, fake)
+
+    return made
 
 
 def alike(x: Tensor, *_: Any) -> Tensor:

@@ -18,7 +18,7 @@ from fengine.errors import UnsupportedFeatureError
 from fengine.ops import e4m3
 from fengine.ops.cpu import KIND, contiguous, integers, maybe, readable, schedule
 from fengine.ops.norm_kernels import Pair, add_launch, e4m3_launch, launch, rows_launch
-from fengine.ops.registration import register, wide
+from fengine.ops.registration import op, register, wide
 
 
 def reference(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Tensor:
@@ -114,10 +114,6 @@ _e4m3_op = register(
     "-> (Tensor, Tensor, Tensor)",
     e4m3_launch, e4m3_on_cpu, e4m3_fake,
 )  # fmt: skip
-_rows_op = register(
-    "rows_rms_norm(Tensor table, Tensor index, Tensor weight, float eps, float shift=0.0) -> (Tensor, Tensor)",
-    rows_launch, rows_on_cpu, rows_fake,
-)  # fmt: skip
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Tensor:
@@ -140,7 +136,8 @@ def add_rms_norm(
     return sum_TD if weight_D is None else normed_TD, sum_TD
 
 
+@op(rows_launch, rows_on_cpu, rows_fake)
 def rows_rms_norm(packed: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Pair:
     """(normalized rows, rows) of the embeddings that `linear.pack` made `packed` of, both in the weight's dtype. Pure.
     index_T int32."""
-    return _rows_op(packed, index_T, weight_D, eps, shift)
+    ...

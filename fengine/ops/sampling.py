@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops.cpu import contiguous, integers, schedule
-from fengine.ops.registration import register
+from fengine.ops.registration import op
 from fengine.ops.sampling_kernels import launch
 
 MASS_BITS = 40  # a probability of 1 is a mass of 2^40
@@ -83,17 +83,11 @@ def on_cpu(
     return token, logprob
 
 
-_op = register(
-    "draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor pos) "
-    "-> (Tensor, Tensor)",
-    launch, on_cpu, lambda z, *_: (z.new_empty(z.shape[0], dtype=torch.int32), z.new_empty(z.shape[0])),
-)  # fmt: skip
-
-
+@op(launch, on_cpu, lambda z, *_: (z.new_empty(z.shape[0], dtype=torch.int32), z.new_empty(z.shape[0])))
 def draw(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, seed_R: Tensor,
     pos_R: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(token_R int32, logprob_R float32) for float32 logits. Row r depends on row r of the arguments alone. Pure.
     temperature, top_p, min_p float32; top_k, pos int32; seed int64. top_k >= V, top_p >= 1, min_p <= 0 mean off."""
-    return _op(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, pos_R)
+    ...
