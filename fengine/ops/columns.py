@@ -52,9 +52,7 @@ def fake(x_TN: Tensor, width: int, rank: int, sockets: Sequence[int], group: str
     return x_TN.new_empty((x_TN.shape[0], width))
 
 
-_gather = register(
-    "gather(Tensor x, int width, int rank, int[] sockets, str group) -> Tensor", gather_, gather_cpu, fake
-)
+_gather = register("gather", gather_, gather_cpu, fake)
 
 
 def gather(x_TN: Tensor, width: int, group: Group) -> Tensor:

@@ -205,13 +205,9 @@ def mask_on_cpu(logits: Tensor, row: Tensor, mask: Tensor) -> None:
     )
 
 
-_penalize = register(
-    "penalize_(Tensor(a!) logits, Tensor slot, Tensor frequency, Tensor presence, Tensor repetition, Tensor count) "
-    "-> ()",
-    launch, on_cpu,
-)  # fmt: skip
-_add_at = register("add_at_(Tensor(a!) logits, Tensor slot, Tensor id, Tensor value) -> ()", add_launch, add_on_cpu)
-_bar = register("apply_bitmask_(Tensor(a!) logits, Tensor row, Tensor mask) -> ()", mask_launch, mask_on_cpu)
+_penalize = register("penalize_", launch, on_cpu, mutates=("logits",))
+_add_at = register("add_at_", add_launch, add_on_cpu, mutates=("logits",))
+_bar = register("apply_bitmask_", mask_launch, mask_on_cpu, mutates=("logits",))
 
 
 def penalize(
@@ -230,7 +226,7 @@ def add_at(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Tensor) -
     return logits_RV
 
 
-@op(count_launch, count_on_cpu, mutates=("count_SV",), name="count_")
+@op(count_launch, count_on_cpu, mutates=("count",), name="count_")
 def count(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
     """Adds 1 at [slot_R, token_R] where the slot is not negative. Modifies: count_SV. All int32."""
 

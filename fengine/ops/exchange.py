@@ -123,9 +123,8 @@ def exchange(x_TN: Tensor, width: int, rank: int, peer_P: Tensor, used_C: Tensor
 
 
 _exchange = register(
-    "exchange(Tensor x, int width, int rank, Tensor peer, Tensor(a!) used, Tensor stop) -> Tensor", exchange, exchange,
-    lambda x_TN, width, *_: x_TN.new_empty((x_TN.shape[0], width)),
-)  # fmt: skip
+    "exchange", exchange, exchange, lambda x_TN, width, *_: x_TN.new_empty((x_TN.shape[0], width)), mutates=("used_C",)
+)
 
 
 def gather(x_TN: Tensor, width: int, rank: int, mail: Mail) -> Tensor:

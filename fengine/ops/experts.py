@@ -129,11 +129,8 @@ def fake(x: Tensor, logits: Tensor, down: Tensor | None, top_k: int, width: int)
 
 
 _op = register(
-    "experts(Tensor x, Tensor logits, Tensor? gate_up, Tensor? down, Tensor? shared, Tensor? gate, Tensor? correction, "
-    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_scale, Tensor? down_scale, int group, int down_group, "
-    "int top_k, bool renormalise, bool sigmoid, float scale, float limit, int width) -> Tensor",
-    launch, on_cpu, lambda x, logits, gate_up, down, *more: fake(x, logits, down, more[9], more[-1]),
-)  # fmt: skip
+    "experts", launch, on_cpu, lambda x, logits, gate_up, down, *more: fake(x, logits, down, more[9], more[-1])
+)
 
 
 def weights_of(gate_up: linear_op.Leaf, down: linear_op.Leaf, gate_up_bias: Tensor | None, down_bias: Tensor | None,

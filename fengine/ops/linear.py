@@ -62,13 +62,11 @@ def gated_on_cpu(x: Tensor, packed: Tensor, n: int, bias: Tensor | None, act: in
     return y
 
 
-ARGUMENTS = "(Tensor x, Tensor packed, int n, Tensor? bias, ScalarType? out_dtype) -> Tensor"
-_op = register(f"linear{ARGUMENTS}", launch, on_cpu, fake)
-_fast_op = register(f"linear_fast{ARGUMENTS}", fast_launch, on_cpu, fake)
+_op = register("linear", launch, on_cpu, fake)
+_fast_op = register("linear_fast", fast_launch, on_cpu, fake)
 _gated_op = register(
-    "gated_linear(Tensor x, Tensor packed, int n, Tensor? bias, int act=0) -> Tensor", gated_launch, gated_on_cpu,
-    lambda x, packed, n, bias, act=0: fake(x, packed, n, bias, None),
-)  # fmt: skip
+    "gated_linear", gated_launch, gated_on_cpu, lambda x, packed, n, bias, act=0: fake(x, packed, n, bias, None)
+)
 
 
 class Dense(NamedTuple):

@@ -154,7 +154,7 @@ def top_fake(logits_RV: Tensor, count: int) -> Tensor:
     return logits_RV.new_empty((logits_RV.shape[0], count), dtype=torch.int32)
 
 
-_top_op = register("top_ids(Tensor logits, int count) -> Tensor", top_launch, top_on_cpu, top_fake)
+_top_op = register("top_ids", top_launch, top_on_cpu, top_fake)
 
 
 def top_ids(logits_RV: Tensor, count: int) -> Tensor:

@@ -150,9 +150,7 @@ def launch(
 
 
 _op = register(
-    "patch_attention(Tensor qkv, Tensor rope, Tensor pos, Tensor slot, Tensor start, Tensor length, Tensor table, "
-    "int pages, int num_heads, float scale) -> Tensor",
-    launch, on_cpu,
+    "patch_attention", launch, on_cpu,
     lambda qkv, *rest: qkv.new_empty(len(qkv), rest[-2], qkv.shape[1] // (3 * rest[-2])),
 )  # fmt: skip
 

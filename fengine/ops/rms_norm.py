@@ -103,17 +103,9 @@ def rows_fake(table_VD: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, s
     return table_VD.new_empty(shape, dtype=weight_D.dtype), table_VD.new_empty(shape, dtype=weight_D.dtype)
 
 
-_op = register("rms_norm(Tensor x, Tensor weight, float eps, float shift=0.0) -> Tensor", launch, on_cpu)
-_add_op = register(
-    "add_rms_norm(Tensor delta, Tensor residual, Tensor? weight, float eps, float shift=0.0, Tensor? post=None) -> "
-    "(Tensor, Tensor)",
-    add_launch, add_on_cpu, add_fake,
-)  # fmt: skip
-_e4m3_op = register(
-    "add_rms_norm_e4m3(Tensor delta, Tensor residual, Tensor weight, float eps, float shift, Tensor? post, int group) "
-    "-> (Tensor, Tensor, Tensor)",
-    e4m3_launch, e4m3_on_cpu, e4m3_fake,
-)  # fmt: skip
+_op = register("rms_norm", launch, on_cpu)
+_add_op = register("add_rms_norm", add_launch, add_on_cpu, add_fake)
+_e4m3_op = register("add_rms_norm_e4m3", e4m3_launch, e4m3_on_cpu, e4m3_fake)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Tensor:

@@ -63,12 +63,11 @@ def on_cpu(
 
 
 _op = register(
-    "rope_kv_write_(Tensor qkv, Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, Tensor(b!) v_pages, "
-    "int num_heads, Tensor? q_norm, Tensor? k_norm, float eps, float shift=0.0) -> Tensor",
-    launch, on_cpu,
+    "rope_kv_write_", launch, on_cpu,
     lambda qkv, rope, pos, slot, k_pages, v_pages, num_heads, *_: qkv.new_empty(
         (qkv.shape[0], num_heads, kv_fp8.width_of(k_pages))
     ),
+    mutates=("k_pages", "v_pages"),
 )  # fmt: skip
 
 
