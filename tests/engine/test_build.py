@@ -24,6 +24,7 @@ from fengine.errors import (
     UnsupportedFeatureError,
 )
 from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
+from fengine.worker import kv_pool
 from fengine.worker.device import device_of, refuse_unbuilt_shape
 from fengine.worker.kv_pool import PoolSize, kv_bytes_per_token, new_pool, pool_bytes, pool_size
 from fengine.worker.step import CpuRunner
@@ -65,9 +66,10 @@ def test_the_pool_is_what_is_asked_for_or_what_fits() -> None:
         pool_size(config, wide, torch.float32, 8, 64)
 
 
-def test_the_pool_counts_both_groups_of_pages() -> None:
+def test_the_pool_counts_both_groups_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers of 32 bytes a token, one of them with a window of 8 of 4,096 tokens of context."""
     kinds = (LayerKind(window=8), LayerKind())
+    monkeypatch.setattr(kv_pool, "CPU_POOL_BYTES", 512 << 20)
     config = resolve(EngineConfig(cache=CacheConfig(page_size=4), scheduler=SchedulerConfig(64, 512)), CPU)
     mixed, row = replace(SPEC, kinds=kinds), (8 + 128) // 4 + 3
     size = pool_size(config, mixed, torch.float32, 64, 4096)

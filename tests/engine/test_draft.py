@@ -141,10 +141,10 @@ def test_a_request_rests_where_its_guesses_do_not_pay(
     monkeypatch.setattr(proposers, "_cost", lambda *_: Cost(0.1, 0.1, 0.25, 0.005))
     tried = {}
     for guess in (target, stranger):
-        record = partial(RecordedScheduler, tmp_path / "steps.jsonl")
-        monkeypatch.setattr(build, "Scheduler", record)
+        steps = tmp_path / f"{len(tried)}.jsonl"
+        monkeypatch.setattr(build, "Scheduler", partial(RecordedScheduler, steps))
         found, stats = answers(target, guess, speculative_num_steps=4, **settings | {"speculative_adaptive": True})
-        assert found == want and replay(tmp_path / "steps.jsonl")[0] == len(found)
+        assert found == want and replay(steps)[0] == len(found)
         tried[guess] = stats["draft_tokens"], stats["correct_draft_tokens"]
     assert tried[target][0] == tried[target][1] > 200 and 0 < tried[stranger][0] < tried[target][0] / 2
 
