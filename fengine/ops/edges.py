@@ -107,7 +107,7 @@ def take(x_TD: Tensor, index_R: Tensor) -> Tensor:
     ...
 
 
-@op(hand_on_launch, hand_on_cpu, mutates=("last_token", "out"), name="hand_on_")
+@op(hand_on_launch, hand_on_cpu, mutates=("last_token_R", "out_2R"), name="hand_on_")
 def hand_on(token_R: Tensor, logprob_R: Tensor, last_token_R: Tensor, out_2R: Tensor) -> None:
     """Gives the draws to the next step and to the host. Modifies: last_token_R, its first R, and out_2R (int32): the
     tokens, then the bits of the logprobs."""

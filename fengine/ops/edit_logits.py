@@ -226,7 +226,7 @@ def add_at(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Tensor) -
     return logits_RV
 
 
-@op(count_launch, count_on_cpu, mutates=("count",), name="count_")
+@op(count_launch, count_on_cpu, mutates=("count_SV",), name="count_")
 def count(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
     """Adds 1 at [slot_R, token_R] where the slot is not negative. Modifies: count_SV. All int32."""
 
