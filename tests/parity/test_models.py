@@ -1,5 +1,6 @@
 """Every architecture against transformers in fp32: same weights and tokens, through pages, chunks, mixed batches."""
 
+import math
 import random
 import re
 from pathlib import Path
@@ -12,12 +13,14 @@ from tiny_checkpoints import LLAMA3_ROPE
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fengine import models
 from fengine.models import layers
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import BATCH, KVState, Params, Tensors
+from fengine.models.rope import inverse_frequencies
 from fengine.models.spec import ModelSpec
 from fengine.worker.hub import BOX
 from fengine.worker.loader import load_params, spec_from_config
@@ -468,6 +471,32 @@ def test_cuda(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
         assert {leaf.dtype for leaf in found if isinstance(leaf, Tensor)} == {dtype}
         for row in run_paged(model.params, model.spec, prompts_for(model.spec), 16, page_size=16, seed=1):
             assert logprob_error(model.reference, row) < tolerance
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FACTORS = {"rope_type": "longrope", "short_factor": [1.0 + n / 9 for n in range(8)], "long_factor": [3.0] * 8}
+
+
+EDGES: list[dict[str, Any]] = [
+    *(YARN | more for more in (
+        {"beta_slow": 1e-9}, {"beta_fast": 1e6}, {"beta_fast": 8 / math.pi, "beta_slow": 8 / math.pi}, {"factor": None},
+        {"factor": 0.5}, {"truncate": None, "original_max_position_embeddings": 48}, {"mscale": 0.7},
+        {"mscale": 0.7, "mscale_all_dim": 0.5},
+    )),
+    *({"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+       "original_max_position_embeddings": size} for size in (16, 64, 1024)),
+    *(FACTORS | {"original_max_position_embeddings": size} for size in (32, 64, 128)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", EDGES, ids=str)
+def test_turns_are_those_of_transformers_at_the_edges_too(rope: dict[str, Any]) -> None:
+    rope = {"rope_theta": 1e4, **rope}
+    config = LlamaConfig(head_dim=16, max_position_embeddings=64, rope_parameters=dict(rope))
+    config.architectures = ["LlamaForCausalLM"]
+    frequency, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu", 64)
+    found = spec_from_config(config.to_dict() | {"rope_parameters": rope}).rope
+    assert inverse_frequencies(found, 16, 64).equal(frequency) and found.attention_factor == scale
 
 
 def test_the_model_in_the_box() -> None:
