@@ -201,7 +201,7 @@ class OutputParser:
         made, shown, b = list[ToolCall](), "", start
         for read in calls[c:]:
             told = [call.typed(self._functions) for call in read.calls()]
-            shown += content[b : max(b, read.at)] + "".join(call.text for call in told if call.problem)
+            shown += content[b : read.at] + "".join(call.text for call in told if call.problem)
             made, b = made + told, max(b, read.at)
         found = Delta(reasoning[a:], content[start:], tuple(made), shown + content[b:])
         if content and not reasoning and not calls and self._parts is not _harmony:

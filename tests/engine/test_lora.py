@@ -418,6 +418,7 @@ def test_what_was_just_read_again_is_not_given_up_where_nothing_else_may_be(mode
         config = json.loads((given / "adapter_config.json").read_text())
         tensors = load_file(given / "adapter_model.safetensors")  # such an adapter keeps its image
         assert llm.load_lora_adapter_from_tensors("a0", tensors, config).success
+        assert "all of them pinned or given as tensors" in llm.load_lora_adapter("a1", paths["a1"]).error_message
         assert adapters.given_up([*NAMES]) == ["a2"] and want != batch(llm, [([5, 6, 7], GREEDY, None)])
         assert batch(llm, request) == want and not adapters.given_up([*NAMES])
 

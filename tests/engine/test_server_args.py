@@ -266,6 +266,7 @@ def test_a_run_leaves_to_the_model_what_it_does_not_set() -> None:
         config = EvalConfig(engine=engine, sampling=SamplingConfig(temperature=0.8))
         asked = sampling_of(config, Ask("a", {}, "generate"), "0", 0)
         assert asked["temperature"] == 0.8 and set(RECOMMENDED) - asked.keys() == left
+        assert sampling_of(config, Ask("a", {"temperature": 0.1}, "generate"), "0", 0)["temperature"] == 0.1
 
 
 def test_values_over_those_of_the_config_are_applied_and_checked_like_them() -> None:

@@ -93,3 +93,4 @@ def test_what_ends_early_is_raised(engine: FakeEngine) -> None:
         fengine.evaluate(Reversal(["sick", "one"]), engine, "e", max_errors=0)
     with pytest.raises(FengineError, match="first 20 rows failed alike"):
         fengine.evaluate(Reversal(["sick"] * 30), engine, "f")
+    assert fengine.evaluate(Reversal(["one", *["sick"] * 30]), engine, "g")["failed"] == 30  # one was good

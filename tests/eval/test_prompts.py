@@ -193,7 +193,9 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 def test_records(tmp_path: Path) -> None:
     export = Export(tmp_path / "o.jsonl", logprobs=True)
-    export.write([entry({"prompt": "a", "id": 3}), entry({"prompt": "é\ud800", "error": 1, "k": 2}, None)])
+    export.write(
+        [entry({"prompt": "a", "id": 3}), entry({"prompt": "é\ud800", "error": 1, "text": "own", "k": 2}, None)]
+    )
     assert list(written(export.path)[0].items()) == [
         *(("prompt", "a"), ("id", 3), ("text", "b"), ("output_ids", [1]), ("finish_reason", None)),
         *(("prompt_tokens", 7), ("sampling_seed", 3), ("output_token_logprobs", [-0.5])),

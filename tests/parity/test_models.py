@@ -13,8 +13,9 @@ from tiny_checkpoints import LLAMA3_ROPE
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from fengine import models
 from fengine.models import layers
@@ -475,6 +476,13 @@ def test_cuda(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 FACTORS = {"rope_type": "longrope", "short_factor": [1.0 + n / 9 for n in range(8)], "long_factor": [3.0] * 8}
+
+
+def test_experts_are_clamped_where_transformers_clamps_them_by_default() -> None:
+    config = GptOssConfig(**tiny_checkpoints.SIZES, num_local_experts=4, num_experts_per_tok=2)
+    said = config.to_dict() | {"architectures": ["GptOssForCausalLM"]}
+    experts = spec_from_config({key: value for key, value in said.items() if key != "swiglu_limit"}).experts
+    assert experts is not None and experts.limit == GptOssExperts(config).limit == 7.0
 
 
 EDGES: list[dict[str, Any]] = [

@@ -8,8 +8,9 @@ import pytest
 from serving import CHAT, Live, events, post
 
 from fengine.api.engine import Engine
+from fengine.server.chat import Block
 from fengine.server.errors import ApiError
-from fengine.server.messages import to_chat
+from fengine.server.messages import MessageWriter, to_chat
 from fengine.server.openai_body import read_chat
 
 
@@ -138,6 +139,17 @@ def test_tools_in_responses_and_messages(server: Live) -> None:
     turns = [*body["messages"], {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}, block]},
              {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]  # fmt: skip
     assert post(server, "/v1/messages", {**body, "messages": turns, "max_tokens": 2})["content"]
+
+
+@pytest.mark.parametrize(("kind", "told"), [("call", ("tool_use", None)), ("text", ("stop_sequence", "END"))])
+def test_behind_a_call_a_stop_string_is_not_the_reason(kind: Any, told: Any) -> None:
+    nothing: Any = None
+    writer = MessageWriter(nothing, {}, "box")
+    writer.found = [Block(kind, 0, text="{}")]
+    meta = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
+    answer = writer.answer({"meta_info": meta | {"finish_reason": {"type": "stop", "matched": "END"}}})
+    assert (answer["stop_reason"], answer["stop_sequence"]) == told
+    assert (answer["usage"]["input_tokens"], answer["usage"]["cache_read_input_tokens"]) == (2, 1)
 
 
 def test_messages_are_chats(engine: Engine, server: Live) -> None:

@@ -88,7 +88,7 @@ def gathered(chunks: Any) -> dict[str, Any]:
     return found
 
 
-def test_calls_are_parsed_whole_and_streamed(client: Any, say: Any) -> None:
+def test_calls_are_parsed_whole_and_streamed(client: Any, say: Any, engine: Engine) -> None:
     whole = client.chat.completions.create(**say(CALLS), tools=TOOLS).choices[0]
     assert whole.finish_reason == "tool_calls" and whole.message.content == "I look."
     told = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
@@ -101,6 +101,9 @@ def test_calls_are_parsed_whole_and_streamed(client: Any, say: Any) -> None:
         **say(CALLS), tools=TOOLS, parallel_tool_calls=False
     ).choices[0].message.tool_calls  # fmt: skip
     assert one.function.name == "weather"
+    most = len(engine.tokenizer.encode(CALLS, add_special_tokens=False))
+    cut = client.chat.completions.create(**say(CALLS), tools=TOOLS, max_completion_tokens=most).choices[0]
+    assert len(cut.message.tool_calls) == 2 and cut.finish_reason == "length"  # more might have come
 
 
 def test_arguments_have_the_types_of_the_tools(client: Any, say: Any, server: Live, monkeypatch: Any) -> None:
