@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from books import check_scheduler
 
@@ -60,6 +61,11 @@ def chain(before: int, token: int) -> int:
     return hash((before, token))  # ints only, so the same in every process
 
 
+def chained(tokens: list[int], before: int = 0) -> list[int]:
+    """The `chain` up to each of the tokens."""
+    return list(accumulate(tokens, chain, initial=before))[1:]
+
+
 def draw(seed: int, prefix: int, vocab: int) -> tuple[int, float]:
     value = hash((seed, prefix))
     return value % vocab, -(value % 1009) / 1009
@@ -97,6 +103,7 @@ class HashDevice:
         self.tables: dict[int, list[list[int]]] = {}  # page tables by row slot
         self.new: dict[int, Request] = {}  # what runs in a row slot
         self.ids: dict[int, list[int]] = {}  # tokens by row slot, as far as they are known; a hit's come from its job
+        self.prefixes: dict[int, list[int]] = {}  # the `chain` up to each of them
         self.drafts = 0
         self.drawn: dict[int, int] = {}  # token by row slot, of the step before
 
@@ -108,20 +115,20 @@ class HashDevice:
         self._write(step, rows)
         draws: list[tuple[int, float]] = []
         for i, ids in enumerate(rows):
-            token, logprob = self._draw(step.rows[i], step.starts[i], ids[: len(ids) - len(drafts.get(i, []))])
+            token, logprob = self._draw(step.rows[i], step.starts[i], len(ids) - len(drafts.get(i, [])))
             draws.append((token if step.samples[i] else 999, logprob))
         self.drawn = {row: t for row, (t, _), s in zip(step.rows, draws, step.samples, strict=False) if s}
         for i, draft in step.drafts:
             ends = range(len(rows[i]) - len(draft) + 1, len(rows[i]) + 1)
-            draws += [self._draw(step.rows[i], step.starts[i], rows[i][:end]) for end in ends]
+            draws += [self._draw(step.rows[i], step.starts[i], end) for end in ends]
         self.drafts += len(draws) - len(rows)
         assert step.num_draws == len(draws)
         return [token for token, _ in draws], [logprob for _, logprob in draws]
 
-    def _draw(self, row: int, start: int, ids: list[int]) -> tuple[int, float]:
+    def _draw(self, row: int, start: int, end: int) -> tuple[int, float]:
         new = self.new[row]
-        token, logprob = draw(new.seed, self._attend(row, start, ids), self.case.vocab)
-        return token, math.nan if self.jobs[new.rid].nan_at == len(ids) - new.prompt_len else logprob
+        token, logprob = draw(new.seed, self._attend(row, start, end), self.case.vocab)
+        return token, math.nan if self.jobs[new.rid].nan_at == end - new.prompt_len else logprob
 
     def _tables_from(self, step: SchedulerOutput) -> None:
         assert len(set(step.rows)) == len(step.rows) <= self.case.rows
@@ -130,7 +137,8 @@ class HashDevice:
             self.new.pop(row, None)  # in one step it may have been given out and back
         for new in step.new_rows:
             assert new.slot not in self.new, "a slot is given to a second request"
-            self.new[new.slot], self.tables[new.slot], self.ids[new.slot] = new, [[] for _ in self.slots], []
+            self.new[new.slot], self.tables[new.slot] = new, [[] for _ in self.slots]
+            self.ids[new.slot], self.prefixes[new.slot] = [], []
             self.drawn.pop(new.slot, None)
         for row, first, pages, windows in step.new_pages:
             assert row in step.rows and pages and (self.case.windows or 0 not in pages)
@@ -156,10 +164,12 @@ class HashDevice:
                 assert fed == [count - 1 - len(drafts.get(i, []))] and ids[fed[0]] == 0
                 assert not job.lockstep, "a lockstep row is fed a token that the host does not know"
                 ids[fed[0]] = self.drawn[row]
-            known = self.ids[row][:start]
+            known, prefixes = self.ids[row][:start], self.prefixes[row][:start]
             if len(known) < start:  # a prefix hit
                 known = (job.prompt + solo(job, self.new[row].seed, self.case.vocab)[0])[:start]
+                prefixes = chained(known)
             self.ids[row] = known + ids
+            self.prefixes[row] = prefixes + chained(ids, prefixes[-1] if prefixes else 0)
             assert self.ids[row][: len(job.prompt)] == job.prompt[: start + count]
             assert ids[count - len(drafts.get(i, [])) :] == drafts.get(i, [])
             assert step.samples[i] or start + count < len(job.prompt) + job.max_new_tokens
@@ -174,26 +184,22 @@ class HashDevice:
     def _write(self, step: SchedulerOutput, rows: list[list[int]]) -> None:
         written: set[tuple[int, int]] = set()
         for row, start, ids in zip(step.rows, step.starts, rows, strict=True):
-            prefix = 0
-            for position, token in enumerate(ids):
-                prefix = chain(prefix, token)
-                for group, table in enumerate(self.tables[row] if position >= start else []):
+            for position in range(start, len(ids)):
+                for group, table in enumerate(self.tables[row]):
                     slot = self._slot(table, position)
                     assert slot >= self.case.page_size, "a row writes to the null page"
                     assert (group, slot) not in written, "two rows write one slot"
                     written.add((group, slot))
-                    self.slots[group][slot] = prefix
+                    self.slots[group][slot] = self.prefixes[row][position]
 
-    def _attend(self, row: int, start: int, ids: list[int]) -> int:
-        """Reads what all tokens from `start` on see, and what their kernels read besides."""
-        prefix = 0
-        for position, token in enumerate(ids):
-            prefix = chain(prefix, token)
-            for slots, table, first in zip(self.slots, self.tables[row], self.starts, strict=True):
-                if position // self.case.page_size >= first(start):
-                    found = slots[self._slot(table, position)]
-                    assert found == prefix, f"{self.new[row].rid} reads a wrong slot at {position} of {len(ids)}"
-        return prefix
+    def _attend(self, row: int, start: int, end: int) -> int:
+        """Reads what all tokens from `start` to `end` see, and what their kernels read besides."""
+        size, prefixes = self.case.page_size, self.prefixes[row][:end]
+        for slots, table, first in zip(self.slots, self.tables[row], self.starts, strict=True):
+            read = [slot for page in table[first(start) :] for slot in slots[page * size : (page + 1) * size]]
+            seen = prefixes[first(start) * size :]
+            assert read[: len(seen)] == seen, f"{self.new[row].rid} reads a wrong slot before {end}"
+        return prefixes[-1]
 
 
 @dataclass
