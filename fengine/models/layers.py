@@ -81,7 +81,7 @@ def axes_table(rope_MK: Tensor, pos_3I: Tensor, axis_K: Tensor) -> Tensor:
 
 def image_rows(params: Params, spec: ModelSpec, row_I: Tensor, part: int) -> Tensor:
     """Of each token that is of an image, part `part` of its row of the table; 0 for a word. Pure."""
-    found_ID = params["image_ED"][:, part * spec.hidden_size :][row_I.clamp_min(0).long(), : spec.hidden_size]
+    found_ID = params["image_ED"][:, part * spec.hidden_size :][row_I.long(), : spec.hidden_size]
     return torch.where((row_I >= 0)[:, None], found_ID, 0.0)
 
 

@@ -337,6 +337,9 @@ def test_auto_truncate_cuts_with_a_warning_and_is_off_by_default() -> None:
         with pytest.warns(UserWarning, match=r"the input \(70 tokens\) was truncated to its first 63 tokens"):
             output = engine.generate(input_ids=list(range(70)), sampling_params=GREEDY)
         assert output["meta_info"]["prompt_tokens"] == 63 and output["output_ids"] == expected(list(range(63)), 1)
+        with pytest.warns(UserWarning, match="was truncated to its first 64 tokens"):  # it is only read
+            read = engine.generate(input_ids=list(range(70)), sampling_params={"max_new_tokens": 0})
+        assert read["meta_info"]["prompt_tokens"] == 64
 
 
 def test_a_prompt_larger_than_the_pool_says_so() -> None:

@@ -92,7 +92,8 @@ def test_a_logprob_before_a_token_is_the_first() -> None:
     base = row(answer([1, 2]), answer([3, 4]))
     found = compare_row(base, row(answer([1, 9]), answer([3, 4], [-0.5, -0.25])))
     assert found.first is found.first_token and found.first_logprob is not None and found.first_logprob.sample == 1
-    found = compare_row(base, row(answer([1, 2], [-0.25, -0.5]), answer([3, 4], [-0.5, -0.25])))
+    found = compare_row(base, row(answer([1, 2], [-0.25, -0.5]), answer([3, 4], [-0.5, -0.375])))
+    assert found.largest == (0.25, 0, 0)  # of all answers
     assert (
         found.first is found.first_logprob
         and found.first is not None

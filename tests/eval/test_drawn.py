@@ -30,6 +30,13 @@ def pixels_of(url: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
 
 
+def test_it_is_asked_where_an_object_is_if_no_other_is_like_it() -> None:
+    said = (("circle", "red", "top left"), ("circle", "blue", "centre"), ("ring", "red", "top right"))
+    things = [drawn.Thing(shape, colour, 0, 0, 0, place) for shape, colour, place in said]
+    asked = {one.text: one.answer for one in drawn.about_objects([*things, things[2]]) if one.kind == "position"}
+    assert asked == {"Where is the red circle?": "In the top left.", "Where is the blue circle?": "In the centre."}
+
+
 def islands(pixels_HWC: np.ndarray) -> list[tuple[float, float, str]]:
     """Of each connected island that is not the ground (the commonest colour): its middle, and its colour's name."""
     flat = pixels_HWC.reshape(-1, 3)

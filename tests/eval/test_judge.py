@@ -93,6 +93,7 @@ def test_a_word_in_any_case_is_the_choice_that_was_found(choices: Any, said_word
         ((1, 10), "part 2 of 3: 7", 7),
         ((1, 10), "4/5", None),  # on a scale that was not asked for
         ((1, 10), "8/10, for 2 out of 3 hold", None),
+        ((1, 10), "8/1", None),
         ((1, 10), "8/100", None),
         ((1, 10), "/10", None),
         ((1, 10), "7,5", 7.5),

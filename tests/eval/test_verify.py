@@ -144,7 +144,7 @@ def test_a_part_of_the_rows(make: Run, capsys: Any) -> None:
         asked.append(drawn(ROWS, 0.25, seed))
     assert asked[0] == asked[1] != asked[2] and "3 rows of 12" in capsys.readouterr().out
     assert drawn(7, 1.0, 0) == list(range(7)) and len(drawn(1000, 1e-9, 0)) == 1 and drawn(0, 0.5, 0) == []
-    assert len(set(drawn(1000, 0.1, 3))) == 100
+    assert len(set(drawn(1000, 0.1, 3))) == 100 and len(drawn(7, 0.5, 0)) == 4
 
 
 def test_failed_rows_are_left_out(make: Run, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

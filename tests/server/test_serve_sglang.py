@@ -29,6 +29,7 @@ def test_generate_of_several_and_as_events(engine: Engine, server: Live) -> None
     told = post(server, "/generate", {"text": [PROMPT, "2 + 3 ="], "sampling_params": params})
     assert [one["text"] for one in told] == [one["text"] for one in expected]
     assert isinstance(post(server, "/generate", {"text": [PROMPT], "sampling_params": {"max_new_tokens": 1}}), list)
+    assert len(post(server, "/generate", {"text": PROMPT, "sampling_params": params})) == 2
     found = events(server, "/generate", {"text": [PROMPT, "2 + 3 ="], "sampling_params": params})
     assert found.pop() == ("", "[DONE]")
     last = {data["index"]: data["text"] for _, data in found}

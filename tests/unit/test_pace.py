@@ -1,6 +1,8 @@
 """How much of a request a model guesses: what pays by its own tries, against an exact model of what tries bring."""
 
 import random
+from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +14,11 @@ from hypothesis import strategies as st
 from fengine.core.request import Drafting, Request, SamplingParams
 from fengine.core.scheduler_output import Drafts
 from fengine.core.speculation import Ask, Speculation, gain_of, pays
-from fengine.speculative.ahead import tries_of
+from fengine.speculative.ahead import Ahead, Try, tries_of
 from fengine.speculative.draft import DraftModel
 from fengine.speculative.memo import Chained, Memo
 from fengine.speculative.pace import GROWTH, LONGEST, REST, WAIT, Cost, Pace
-from fengine.speculative.proposers import EXPERTS, HOST, LEAST_GUESS, times_of
+from fengine.speculative.proposers import EXPERTS, HOST, LEAST_GUESS, first_of, times_of
 
 PRICE = 0.09
 
@@ -104,6 +106,12 @@ def test_mixtures_are_tried_too_and_again() -> None:
     assert pace.size > 1 and not pace.rest
 
 
+def test_guesses_that_are_right_too_seldom_end_in_a_rest() -> None:
+    pace = Pace(4, Cost(0.55))
+    pace.learn(4, 1, 100)
+    assert pace.size == 0 and pace.resume_at == 100 + REST
+
+
 def test_rests_grow_up_to_a_limit_and_end_with_a_success() -> None:
     pace, known, rests = Pace(5, Cost(PRICE)), 0, []
     while len(rests) < 9:
@@ -127,6 +135,49 @@ def test_what_was_drawn_of_guesses_is_computed_already(drawn: list[int], done: i
     memo.learn(Ask(0, Request("r", 4, ids, SamplingParams(), 0, 20, frozenset()), drafting, 0, 1, 5), 0)
     assert (memo.done, memo.guesses, drafting.last) == (min(done, len(ids) - 1), [], None)
     assert drafting.rest_until == drafting.try_from == memo.pace.resume_at - 1 > len(ids) and drafting.gain == 0.0
+
+
+def test_each_of_two_proposers_learns_of_its_own_tries() -> None:
+    request, drafting = Request("r", 4, [1] * 12, SamplingParams(), 0, 20, frozenset()), Drafting()
+    said: dict[str, list[int]] = {}
+    seen: dict[str, list[tuple[int, int]]] = {"few": [], "model": []}
+
+    def proposer(name: str, rest_until: int) -> Any:
+        def propose(asks: Sequence[Ask]) -> list[list[int]]:
+            for one in asks:
+                seen[name].append((one.drafting.proposed, one.drafting.correct))
+                one.drafting.rest_until = rest_until
+            return [said.get(name, []) for _ in asks]
+
+        return propose
+
+    propose = first_of(proposer("few", 20), proposer("model", 30))
+    for told, tried in (({"few": [5]}, (1, 1)), ({"model": [6, 7]}, (2, 0)), ({"few": [5]}, (1, 0)), ({}, None)):
+        said.clear()
+        said.update(told)
+        assert propose([Ask(0, request, drafting, 0, 1, 5)]) == [next(iter(told.values()), [])]
+        drafting.last = tried
+    assert seen == {"few": [(0, 0), (1, 1), (1, 1), (2, 1)], "model": [(0, 0), (2, 0)]}
+    assert drafting.rest_until == 20  # whoever rests less
+
+
+def test_guesses_that_went_ahead_are_of_no_use_behind_another_step() -> None:
+    asks = [Ask(0, Request("r", 4, [1] * 12, SamplingParams(), 0, 20, frozenset()), Drafting(), 0, 1, 5) for _ in "ab"]
+    memos = [Memo(Pace(5, Cost(0.1)), next=12) for _ in asks]
+    for ask, memo in zip(asks, memos, strict=True):
+        ask.drafting.memo = memo
+    ahead = Ahead(memos[::-1], 3, lambda: np.zeros((2, 3)))
+    assert ahead.rows_of(asks) == [1, 0] and ahead.rows_of(asks[1:]) == [0] and ahead.rows_of([]) is None
+    memos[1].next = 11
+    assert ahead.rows_of(asks) is None and ahead.rows_of(asks[:1]) == [1]
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_what_is_to_be_caught_up_with_has_room_whatever_of_a_try_is_right(behind: int) -> None:
+    for tried, kept, room in product(range(1, 5), range(5), (8, 11, 99)):
+        known = 10 - behind
+        left = [known + right + 1 - min(known + min(right, kept), room) for right in range(tried + 1)]
+        assert Try(10, tried, 0, 0, kept, room, 0).unseen(behind) == max(left)
 
 
 def test_without_a_price_every_try_pays() -> None:
