@@ -1,7 +1,9 @@
 """Results: SGLang's keys and shapes from requests and records made by hand, and lists of floats that are arrays."""
 
+import hashlib
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,12 +12,15 @@ from checksum import checksum_engine, expected
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fengine.api import output_details
 from fengine.api.engine import Engine
 from fengine.api.hidden_states import FloatList
 from fengine.api.outputs import output_of
 from fengine.api.server_args import ServerArgs
+from fengine.core.images import Image, ImageSpan
 from fengine.core.request import Request, SamplingParams
 from fengine.engine.request_state import RequestOutput, RequestState
+from fengine.worker.step_input import StepInput
 
 BASE = {
     "id", "finish_reason", "prompt_tokens", "completion_tokens", "reasoning_tokens", "cached_tokens",
@@ -142,6 +147,18 @@ def test_a_request_for_no_tokens_tells_of_the_one_that_was_drawn() -> None:
     assert meta["output_token_ids_logprobs"] == [[(-1.0, 5, None)]]
 
 
+def test_the_hash_of_pictures_tells_their_order() -> None:
+    one, two = (Image(key, tokens, 1, {}) for key, tokens in ((b"b", 2), (b"a", 3)))
+    for shown, keys in (((one, two), b"ba"), ((two, one), b"ab")):
+        told = output_details.images(tuple(ImageSpan(9 * i, image) for i, image in enumerate(shown)))
+        assert told == {"image_tokens": 5, "pixels_sha256": hashlib.sha256(keys).hexdigest()}
+
+
+def test_of_several_stages_that_fail_a_row_the_first_tells() -> None:
+    stages = tuple(SimpleNamespace(errors=lambda found=found: found) for found in ({1: "first"}, {1: "last", 2: "own"}))
+    assert StepInput({}, np.zeros(0), stages=cast(Any, stages)).errors() == {1: "first", 2: "own"}
+
+
 def test_hidden_states_full_and_last() -> None:
     states = [np.arange(6, dtype=np.float32).reshape(3, 2), np.float32([6, 7]), np.float32([8, 9])]
     hidden = shown(made(SamplingParams(hidden="full"), hidden=states))["meta_info"]["hidden_states"]
@@ -154,6 +171,8 @@ def test_hidden_states_full_and_last() -> None:
     assert shown(made(SamplingParams(hidden="last"), 1, hidden=states[:1]))["meta_info"]["hidden_states"] == [4, 5]
     seen = shown(made(SamplingParams(hidden="full"), hidden=states), RequestOutput("", 2))["meta_info"]["hidden_states"]
     assert len(seen) == 2
+    read = shown(made(SamplingParams(hidden="full"), 0, hidden=states[:1]), RequestOutput("", 0))["meta_info"]
+    assert read["hidden_states"] == [[[0, 1], [2, 3], [4, 5]]]  # those of a prompt that is only read
     assert "hidden_states" not in shown(full())["meta_info"]
 
 

@@ -15,6 +15,8 @@ from checksum import checksum_engine
 from fengine.api.engine import Engine
 from fengine.core.scheduler_output import StepOutput
 from fengine.engine import watchdog
+from fengine.engine.inbox import Inbox
+from fengine.engine.threads import REAL
 from fengine.errors import EngineBusyError, EngineClosedError, EngineDeadError, FengineError
 
 LONG = {"max_new_tokens": 200, "ignore_eos": True}
@@ -214,3 +216,15 @@ def test_an_engine_that_is_dropped_is_collected_with_its_threads() -> None:
             thread.join(SOON)
             assert not thread.is_alive()
         finish(other)
+
+
+def test_a_call_that_waits_is_told_why_its_loop_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fengine.engine.inbox.PATIENCE", 0.001)
+    for end in (EngineDeadError("the engine's loop failed: as planned"), None):
+        inbox = Inbox(REAL)
+
+        def alive(inbox: Inbox = inbox, end: EngineDeadError | None = end) -> bool:
+            return bool(end and inbox.close(end)) and False
+
+        with pytest.raises(EngineDeadError if end else EngineClosedError, match="as planned" if end else "shut down"):
+            inbox.call("ping", {}, None, alive)

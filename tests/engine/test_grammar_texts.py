@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fengine.core.masks import MaskRow
+from fengine.core.request import Request, SamplingParams
 from fengine.errors import GrammarError, MissingExtraError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabulary
 from fengine.structured_output.masks import Cursor, fill
@@ -23,6 +24,8 @@ from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.detokenizer import token_texts
 from fengine.tokenizer.stop_regex import StopRegex
 from fengine.tokenizer.tokenizer import Tokenizer
+from fengine.worker.chunks import Chunk
+from fengine.worker.logits.structured import _mask_row
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -728,6 +731,13 @@ def stands(grammar: Grammar, taken: list[int], barred: list[int], eager: bool) -
     cursor = Cursor(grammar, [END], barred, [EARLY], eager)
     cursor.take(list(taken))
     return cursor
+
+
+def test_what_is_left_to_be_drawn_before_a_text_may_end() -> None:
+    for drawn, least in ((0, 2), (1, 1), (2, 0), (3, 0)):
+        new = Request("r", 4, [1] * (4 + drawn), SamplingParams(min_new_tokens=2), 0, 9, frozenset())
+        chunk = Chunk(0, new, 3 + drawn, 4 + drawn, 0, True, 1, None)
+        assert _mask_row(chunk, stands(compiled("regex", "a*b?"), [], [], True)).least == least
 
 
 @pytest.mark.parametrize("seed", range(60))

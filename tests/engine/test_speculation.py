@@ -314,7 +314,9 @@ def test_steps_tell_of_guesses_and_of_the_pages_that_come_back(overlap: bool) ->
         records: list[StepRecord] = []
         with llm.steps_told(records.append):
             llm.generate(input_ids=PROMPTS, sampling_params=greedy(40))
-        assert sum(sum(r.drafted) for r in records) == llm.stats()["draft_tokens"] > 100
+        assert sum(sum(r.drafted) for r in records) == (stats := llm.stats())["draft_tokens"] > 100
+        wrong = stats["draft_tokens"] - stats["correct_draft_tokens"]  # they do not count
+        assert wrong > 0 and stats["computed_tokens"] == sum(sum(r.counts) for r in records) - wrong
     holding: dict[str, tuple[int, ...]] = {}
     for record in records:
         assert all(d < c for d, c in zip(record.drafted, record.counts, strict=False))

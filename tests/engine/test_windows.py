@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fengine.config import Algorithm, SpeculationConfig
 from fengine.core.window_pages import WindowPages
 from fengine.engine import workers
 from fengine.models.kv_state import KVState
+from fengine.worker.kv_pool import CACHED, fitting
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
@@ -54,6 +56,15 @@ def answers(engine: Engine, prompts: list[list[int]], new: int = 30) -> list[Any
               for i in range(len(prompts))]  # fmt: skip
     outs = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
     return [[out["output_ids"], out["meta_info"]["output_token_logprobs"]] for out in outs]
+
+
+def test_as_many_pages_as_fit_beside_the_share_of_windows() -> None:
+    for memory, whole, own, need in product((10_000, 99_991), (48, 96), (16, 40), (0, 5, 60)):
+        pages = fitting(memory, whole, own, need)
+        held = min(pages, need + pages // CACHED)
+        assert pages * (whole - own) + held * own <= memory
+        more = pages + 1
+        assert more * (whole - own) + min(more, need + more / CACHED) * own > memory
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -195,7 +195,7 @@ class LogitBias(LogitsStage):
     def admit(self, slot: int, new: Request) -> Sequence[Write]:
         ids, values = zip(*new.params.logit_bias, strict=True)
         width, known = rounded(len(ids)), np.array(ids) < self.vocab
-        id_K, value_K = np.array(ids, np.int32)[known], np.clip(np.array(values), -1e30, 1e30)[known]
+        id_K, value_K = np.array(ids, np.int32)[known], np.array(values)[known]
         self.biased_S[slot] = True
         return (
             partial(self.id_SK.write, slot, id_K, width),
