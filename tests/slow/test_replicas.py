@@ -61,6 +61,13 @@ def two() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def again() -> Iterator[Engine]:
+    """Of two replicas that are started again: tests that end them leave both at work."""
+    with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
+        yield engine
+
+
 def replicas(engine: Engine) -> list[Replica]:
     core: Any = engine._parts.core
     assert isinstance(core, Replicas)
@@ -313,16 +320,15 @@ def test_a_death_fails_its_requests_by_name_and_the_others_go_on() -> None:
     assert all(child is not None and child.process.poll() is not None for child in children)
 
 
-def test_one_that_is_started_again_computes_the_same() -> None:
-    with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
-        for change in (partial(engine.update_weights_from_tensor, []), engine.begin_weight_update):
-            with pytest.raises(UnsupportedFeatureError, match="would not have them"):
-                change()
-        want = engine.generate(PROMPTS, PARAMS[0])
-        assert "replica 1 of 2" in killed(engine)[1]
-        came_back(engine, 1)
-        again = [engine.generate(prompt, PARAMS[0], routed_dp_rank=1) for prompt in PROMPTS]
-        assert [out["text"] for out in again] == [out["text"] for out in want]
+def test_one_that_is_started_again_computes_the_same(again: Engine) -> None:
+    for change in (partial(again.update_weights_from_tensor, []), again.begin_weight_update):
+        with pytest.raises(UnsupportedFeatureError, match="would not have them"):
+            change()
+    want = again.generate(PROMPTS, PARAMS[0])
+    assert "replica 1 of 2" in killed(again)[1]
+    came_back(again, 1)
+    found = [again.generate(prompt, PARAMS[0], routed_dp_rank=1) for prompt in PROMPTS]
+    assert [out["text"] for out in found] == [out["text"] for out in want]
 
 
 def restarted(engine: Engine, rank: int) -> str | None:
@@ -337,7 +343,8 @@ def restarted(engine: Engine, rank: int) -> str | None:
 
 def test_one_that_reads_other_files_than_the_rest_takes_no_requests(tmp_path: Path) -> None:
     model, adapter = tiny_checkpoints.write(tmp_path / "model", vocab_size=2048), tmp_path / "adapter"
-    shutil.copy(BOX / "tokenizer.json", model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # without the latter each process imports transformers
+        shutil.copy(BOX / name, model)
     tiny_adapters.random_adapter(adapter, model, 8)
     how: Any = {"lora_paths": {"a": str(adapter)}, "max_lora_rank": 8}
     ids: Any = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
@@ -363,17 +370,16 @@ def test_one_that_reads_other_files_than_the_rest_takes_no_requests(tmp_path: Pa
         assert "tokenizer changed since" in str(restarted(engine, 1))
 
 
-def test_one_that_is_started_again_holds_no_more_memory_than_the_rest() -> None:
-    with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
-        engine.release_memory_occupation(["kv_cache"])
-        engine.release_memory_occupation(["weights"])
-        engine.resume_memory_occupation(["kv_cache"])
-        assert restarted(engine, 1) is None
-        with pytest.raises(MemoryReleasedError, match="'weights' is released"):
-            engine.generate("a", routed_dp_rank=1)
-        engine.resume_memory_occupation()
-        assert engine.generate("a", {"max_new_tokens": 2}, routed_dp_rank=1)
-        assert restarted(engine, 1) is None and engine.generate("a", {"max_new_tokens": 2}, routed_dp_rank=1)
+def test_one_that_is_started_again_holds_no_more_memory_than_the_rest(again: Engine) -> None:
+    again.release_memory_occupation(["kv_cache"])
+    again.release_memory_occupation(["weights"])
+    again.resume_memory_occupation(["kv_cache"])
+    assert restarted(again, 1) is None
+    with pytest.raises(MemoryReleasedError, match="'weights' is released"):
+        again.generate("a", routed_dp_rank=1)
+    again.resume_memory_occupation()
+    assert again.generate("a", {"max_new_tokens": 2}, routed_dp_rank=1)
+    assert restarted(again, 1) is None and again.generate("a", {"max_new_tokens": 2}, routed_dp_rank=1)
 
 
 def test_a_rank_of_a_replica_takes_it_along() -> None:
@@ -454,18 +460,17 @@ def test_one_whose_first_process_ends_before_it_has_begun_removes_the_folder(kin
     assert done.returncode == 0 and not folder.exists()
 
 
-def test_one_that_was_taken_for_dead_stays_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_was_taken_for_dead_stays_dead(again: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would remove the folder that the others read from."""
-    with Engine(**SETTINGS, dp_size=2, dp_restart=True) as engine:
-        monkeypatch.setattr(child, "SILENCE", 2.0)
-        core: Any = engine._parts.core
-        first: Any = replicas(engine)[1].child
-        engine.generate("a", {"max_new_tokens": 1}, routed_dp_rank=1)  # the shorter silence counts from here
-        os.kill(first.process.pid, signal.SIGSTOP)
-        with core._lock:
-            assert core._lock.wait_for(lambda: replicas(engine)[1].facts is None, 300)
-        came_back(engine, 1)
-        assert first.process.poll() == -signal.SIGKILL and Path(core.folder.name).is_dir()
+    monkeypatch.setattr(child, "SILENCE", 2.0)
+    core: Any = again._parts.core
+    first: Any = replicas(again)[1].child
+    again.generate("a", {"max_new_tokens": 1}, routed_dp_rank=1)  # the shorter silence counts from here
+    os.kill(first.process.pid, signal.SIGSTOP)
+    with core._lock:
+        assert core._lock.wait_for(lambda: replicas(again)[1].facts is None, 300)
+    came_back(again, 1)
+    assert first.process.poll() == -signal.SIGKILL and Path(core.folder.name).is_dir()
 
 
 def test_a_file_that_cannot_be_read_or_written_is_told(two: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
