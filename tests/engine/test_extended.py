@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fengine.core.kv_pages import PagePool
+from fengine.core.request import Request
 from fengine.core.sampling_params import SamplingParams as Params
 from fengine.core.scheduler import Scheduler
 from fengine.engine.parts import Parts
@@ -188,6 +189,19 @@ def test_what_is_banned_stays_so_however_hot_it_is(parts: Parts) -> None:
         parts, [Ask(prompt(6), Params(min_new_tokens=12), 12, stop_ids=banned, params={"temperature": 3e38})]
     )
     assert len(request.output_ids) == 12 and not banned & {*request.output_ids[:-1]}
+
+
+def test_ends_that_are_ignored_wait_for_min_new_tokens_too(parts: Parts) -> None:
+    early = frozenset(range(0, VOCAB, 2))
+
+    class Early(Ask):
+        def request(self, rid: str) -> Request:
+            request = super().request(rid)
+            request.early_ids = early
+            return request
+
+    (request,) = run(parts, [Early(prompt(6), Params(min_new_tokens=8), 12, params={"temperature": 3e38})])
+    assert not early & {*request.output_ids[:8]} and early & {*request.output_ids[8:]}
 
 
 def test_stop_ids_wait_for_min_new_tokens(parts: Parts) -> None:

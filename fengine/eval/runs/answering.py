@@ -147,7 +147,7 @@ class Asker:
         if limit < 2:
             raise ContextLengthError(f"the context holds {limit} tokens; scoring a document needs at least 2")
         while done < len(ids):
-            end = min(len(ids), limit if done == 1 else done + limit - 1)
+            end = min(len(ids), done + limit - 1)
             begin = max(0, end - limit)
             parts.append(Scored(ids[begin:end], done - begin))
             done = end
