@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import struct
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class FakeEngine:
             raise ContextLengthError("too long")
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        for _ in range(hash(prompt[::-1]) % 5 if prompt.isascii() else 0):
+        for _ in range(zlib.crc32(prompt.encode()) % 5 if prompt.isascii() else 0):
             await asyncio.sleep(0)
         self.in_flight -= 1
         ids, start = call.get("input_ids", []), call.get("logprob_start_len")

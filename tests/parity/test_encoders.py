@@ -225,7 +225,7 @@ def test_the_files_of_a_cross_encoder(tmp_path: Path) -> None:
     files = {"sentence_bert_config.json": said | {"max_seq_length": 30}, "config_sentence_transformers.json": whole}
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    assert read_pooling(tmp_path, config) == Pooling(max_length=30)
+    assert read_pooling(tmp_path, config) == Pooling(max_length=30, activation="torch.Sigmoid")
     for name, change in (
         ("sentence_bert_config.json", {"do_lower_case": True}),
         ("sentence_bert_config.json", {"transformer_task": "text-generation"}),
