@@ -320,6 +320,7 @@ REWRITTEN: list[tuple[Any, list[Any], list[Any]]] = [  # schema, values that sat
     ({"name": "answer", "strict": True, "schema": {"type": "integer"}}, [1], ["a"]),
     ({"type": "integer", "format": "int32"}, [2**31 - 1, -5], [2**31, -(2**31) - 1]),
     ({"type": "string", "format": "time"}, ["23:59:59Z", "01:02:03.5+01:00"], ["23:59:60Z", "22:58:60Z", "1:2:3Z"]),
+    ({"type": "string", "format": "date"}, ["0004-02-29", "2400-02-29"], ["0000-02-29", "1900-02-29", "2001-02-29"]),
     ({"type": "string", "format": "date-time"}, ["2000-02-29T00:00:00Z"], ["1900-02-29T00:00:00Z",
      "1998-12-31T23:58:60Z", "2000-01-01 00:00:00Z", "2000-06-31T00:00:00Z"]),
     ({"type": "string", "format": "hostname"}, ["a", "www.example.com", "x-1.y--z", "a" * 63 + ".org"],

@@ -90,6 +90,8 @@ def test_a_logprob_before_a_token_is_the_first() -> None:
     assert found.first_token is not None and found.first_token.token == 2 and found.first_token.b.text == "d"
     assert found.first is found.first_logprob and found.first is not None and found.first.token == 1
     base = row(answer([1, 2]), answer([3, 4]))
+    found = compare_row(base, row(answer([1, 2], [-0.5, -0.25]), answer([9, 4])))  # an earlier answer, a later token
+    assert found.first is found.first_logprob and found.first_token is not None and found.first_token.token == 0
     found = compare_row(base, row(answer([1, 9]), answer([3, 4], [-0.5, -0.25])))
     assert found.first is found.first_token and found.first_logprob is not None and found.first_logprob.sample == 1
     found = compare_row(base, row(answer([1, 2], [-0.25, -0.5]), answer([3, 4], [-0.5, -0.375])))

@@ -253,7 +253,9 @@ def test_a_web_page_cannot_speak_to_the_loopback(host: str, server: Live) -> Non
     assert (answer.status, answer.error["code"]) == (403, "foreign_host")
 
 
-@pytest.mark.parametrize("host", ["LOCALHOST:80", "127.0.0.1:1", "127.1.2.3", "[::1]:8000", "box.localhost"])
+@pytest.mark.parametrize(
+    "host", ["LOCALHOST:80", "127.0.0.1:1", "127.1.2.3", "[::1]:8000", "[::ffff:127.0.0.1]:8000", "box.localhost"]
+)
 def test_names_of_the_loopback_are_answered(host: str, server: Live) -> None:
     assert server.ask("GET", "/v1/models", Host=host).status == 200
 
