@@ -128,8 +128,8 @@ class ChoiceWriter(Writer):
         return encode_basestring_ascii(choice).join(self._frames[index]).encode()
 
     def last(self, outputs: list[Output]) -> bytes:
-        """With the usage, if it was asked for and all choices have ended."""
-        if not (self._usage and all(outputs)):
+        """With the usage, if it was asked for."""
+        if not self._usage:
             return DONE
         return event(self.around([], self.usage(outputs))) + DONE
 

@@ -526,7 +526,9 @@ def test_a_failing_processor_ends_its_own_request_alone(
 def test_a_failing_processor_costs_nobody_the_prefix_cache(checkpoint: Path) -> None:
     ids = prompt(40)
     with running(checkpoint) as found:
-        run(found, [Ask(ids, Params(processor=returns(raises(ValueError()), 0)))])
+        banned = tuple((id, -1e30) for id in range(VOCAB))
+        (failed,) = run(found, [Ask(ids, Params(processor=returns(raises(ValueError()), 0), logit_bias=banned))])
+        assert "raised ValueError" in str(failed.record.fault)  # whatever else is left of its row
         assert run(found, [Ask(ids)])[0].num_cached == 36
 
 

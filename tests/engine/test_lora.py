@@ -380,6 +380,11 @@ def test_what_was_evicted_is_read_again_unless_it_has_changed(
         assert llm.load_lora_adapter("copy", str(copy)).success
         for name in ("a0", "a1"):
             llm.generate(input_ids=[5], sampling_params=GREEDY, lora_path=name)
+        told = (copy / "adapter_config.json").read_text()
+        (copy / "adapter_config.json").write_text(told.replace("{", '{"lora_alpha": 3, ', 1))
+        with pytest.raises(AdapterError, match="has changed since it was loaded"):
+            llm.generate(input_ids=[5], lora_path="copy")
+        (copy / "adapter_config.json").write_text(told)
         tiny_adapters.write(copy, tiny_adapters.tensors(model, 8, seed=99), 8)
         with pytest.raises(AdapterError, match="has changed since it was loaded"):
             llm.generate(input_ids=[5], lora_path="copy")

@@ -184,8 +184,11 @@ def test_no_memory_to_resume(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
             engine.resume_memory_occupation(["kv_cache"])
         sizes = memory._sizes
         patch.setattr(memory, "_sizes", [(storage, 1 << 60) for storage, _ in sizes])
+        told: list[bool] = []
+        patch.setattr(memory.weights, "agreed", told.append)
         with pytest.raises(OutOfMemoryError, match="weights"):
             engine.resume_memory_occupation(["weights"])
+        assert told == [False]  # the other ranks of a group wait for it
     with pytest.raises(MemoryReleasedError):
         ask(engine)
     engine.resume_memory_occupation()

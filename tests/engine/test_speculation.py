@@ -25,6 +25,7 @@ from fengine.engine.request_state import RequestState
 from fengine.errors import ConfigError, GrammarError, UnsupportedFeatureError
 from fengine.speculative import ngram
 from fengine.speculative.ngram import CANDIDATES, PATIENCE, REST, Lookup, NgramIndex, Trust, follow, ngram_proposer
+from fengine.worker.extras import Extras
 from fengine.worker.input_batch import InputBatch
 
 NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM"}
@@ -243,7 +244,9 @@ def test_a_draft_page_that_was_given_back_unblocks_who_waits_for_it() -> None:
         assert [o["output_ids"] for o in outputs] == [expected(p, 20) for p in prompts]
 
 
-def test_rows_with_edits_and_more_logprobs_speculate_and_keep_their_answers() -> None:
+def test_rows_with_edits_and_more_logprobs_speculate_and_keep_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, release = list[list[int]](), Extras.release  # what the worker has come to know of the rows that ask for more
+    monkeypatch.setattr(Extras, "release", lambda e, row: known.append(e.rows[row].token_ids) or release(e, row))
     with oracle_engine(PROMPTS, 40, overlap=True, rows=8, tokens=64) as llm:
         some: list[dict[str, Any]] = [
             {}, {"frequency_penalty": 0.5}, {"logit_bias": {"3": 1.0}}, {}, {"presence_penalty": 1.0}, {}, {},
@@ -259,6 +262,8 @@ def test_rows_with_edits_and_more_logprobs_speculate_and_keep_their_answers() ->
             assert not plain or output["meta_info"]["spec_num_correct_drafts"] > 5
             found = output["meta_info"].get("output_top_logprobs", [])
             assert [len(entry) for entry in found] == [asked] * (30 if asked else 0)
+    whole = [prompt + output["output_ids"] for prompt, output in zip(PROMPTS, batch, strict=True)]
+    assert len(known) == 2 and all(any(ids == one[: len(ids)] for one in whole) for ids in known)
 
 
 def test_a_guess_behind_which_nothing_can_be_drawn_tells_no_logprobs() -> None:

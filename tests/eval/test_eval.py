@@ -15,6 +15,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +378,21 @@ def test_failed_rows_are_recorded_and_tried_again(engines: list[FakeEngine], tmp
     assert cli("out=c", "max_errors=1") == run.FAILED and not Path("c/outputs.jsonl").exists()
 
 
+def test_a_journal_that_has_lost_a_line_too_many_is_told_with_its_length(
+    engines: list[FakeEngine], tmp_path: Path
+) -> None:
+    """Of a row that was tried again the first line is damaged: nothing is left to compute."""
+    write_rows(tmp_path / "rows.jsonl", 2, {"id": "s", "prompt": "sick", "answer": "x"})
+    assert cli("out=a") == run.FAILED
+    engine = FakeEngine(point().config.engine)
+    engine.sick = False
+    assert go(point(), tmp_path / "a", engine)[0] == run.OK
+    whole, path = sha(Path("a/outputs.jsonl")), Path("a/journal.log")
+    path.write_bytes(path.read_bytes().replace(b"too long", b"too Long"))
+    assert cli("out=a") == run.OK and sha(Path("a/outputs.jsonl")) == whole
+    assert json.loads(Path("a/manifest.json").read_text())["result"]["journal_bytes"] == path.stat().st_size
+
+
 def test_a_dead_engine_ends_the_run(engines: list[FakeEngine], tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 4, {"id": "d", "prompt": "death", "answer": ""})
     assert cli("out=a") == run.FAILED
@@ -419,6 +435,10 @@ def test_the_input_changes_while_it_is_read(
 
     monkeypatch.setattr(GenerateTask, "rows", other)
     assert cli("out=a") == run.USAGE
+    assert "input has changed" in capsys.readouterr().err
+    lengths = iter([None])
+    monkeypatch.setattr(GenerateTask, "rows", lambda self: islice(rows(self), next(lengths, 5)))
+    assert cli("out=b") == run.USAGE
     assert "input has changed" in capsys.readouterr().err
     monkeypatch.setattr(GenerateTask, "rows", rows)
     assert cli("out=a") == run.OK

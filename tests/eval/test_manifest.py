@@ -184,6 +184,7 @@ def test_every_problem_of_a_config_is_told() -> None:
 def test_a_package_that_computes_nothing_may_change() -> None:
     old, new = ({"versions": {"torch": "2", "transformers": version}} for version in ("5.0", None))
     assert differences(old, new) == [] != differences(old, {"versions": {"torch": "3"}})
+    assert differences({"versions": {"fengine": "1"}}, {"versions": {"fengine": "2"}})
 
 
 def test_settings_that_came_later_have_their_defaults() -> None:

@@ -20,7 +20,9 @@ from fengine.errors import ConfigError, EngineDeadError, OutOfMemoryError
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.recompose import restore
 from fengine.eval.cli.schema import flat
+from fengine.eval.commands import verify
 from fengine.eval.commands.layouts import LAYOUTS, Sizes, layout
+from fengine.eval.commands.replay import replay
 from fengine.eval.commands.verify import drawn
 from fengine.eval.runs import manifest
 from fengine.eval.runs.config import EVAL, EvalConfig
@@ -145,6 +147,15 @@ def test_a_part_of_the_rows(make: Run, capsys: Any) -> None:
     assert asked[0] == asked[1] != asked[2] and "3 rows of 12" in capsys.readouterr().out
     assert drawn(7, 1.0, 0) == list(range(7)) and len(drawn(1000, 1e-9, 0)) == 1 and drawn(0, 0.5, 0) == []
     assert len(set(drawn(1000, 0.1, 3))) == 100 and len(drawn(7, 0.5, 0)) == 4
+
+
+def test_the_order_is_that_of_the_seed(make: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    make("a")
+    orders = []
+    monkeypatch.setattr(verify, "replay", lambda case, order, *rest: orders.append(order) or replay(case, order, *rest))
+    for seed in (0, 0, 1):
+        assert run.main(["verify", "a", "verify.layouts=permuted", f"verify.seed={seed}"]) == 0
+    assert orders[0] == orders[1] != orders[2] and sorted(orders[0]) == sorted(orders[2])
 
 
 def test_failed_rows_are_left_out(make: Run, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,23 @@ def test_experts_of_granite_have_no_biases() -> None:
     assert spec_from_config(config | {"mlp_bias": True}) == spec_from_config(config)
 
 
+def test_as_many_layers_are_dense_as_transformers_assumes() -> None:
+    config_class, model_class = tiny_checkpoints.CLASSES["glm4_moe"]
+    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
+    config["architectures"] = [model_class.__name__]
+    dense = config.pop("first_k_dense_replace")
+    experts = spec_from_config(config).experts
+    assert experts is not None and len(experts.dense_layers) == dense == 1
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    config_class, model_class = tiny_checkpoints.CLASSES["mistral"]
+    config = config_class(**tiny_checkpoints.SIZES).to_dict() | {"architectures": [model_class.__name__]}
+    longest = config["max_position_embeddings"]
+    kinds = [spec_from_config(config | {"sliding_window": longest - less}).kinds for less in (0, 1)]
+    assert kinds[0] == () != kinds[1]
+
+
 TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {"rope_parameters": None, "rope_theta": 300.0}),
     ("mistral", {"layer_types": ["full_attention", "sliding_attention"] * 2}),

@@ -149,6 +149,8 @@ def test_echo_of_a_text_is_the_text(client: Any) -> None:
         for i in whole:
             token = choice.logprobs.tokens[i]
             assert choice.text[starts[i] : starts[i] + len(token)] == token
+    several = client.completions.create(model="box", prompt=["One", "Two"], n=2, max_tokens=1, echo=True).choices
+    assert [choice.text[:3] for choice in several] == ["One", "One", "Two", "Two"]
 
 
 # -- chats -------------------------------------------------------------------------------------------------------------

@@ -58,6 +58,8 @@ def test_ids_logprobs_and_hidden_states_of_prompts(engine: Engine, server: Live)
     assert first is None and len(rest) == len(ids) - 1
     for told, (logprob, id, _) in zip(rest, meant["meta_info"]["input_token_logprobs"][1:], strict=True):
         assert told[str(id)]["logprob"] == logprob and 3 <= len(told) <= 4
+        ranked = sorted((one["rank"], -one["logprob"]) for one in told.values() if one["rank"] is not None)
+        assert [rank for rank, _ in ranked] == [1, 2, 3] and ranked == sorted(ranked, key=lambda one: one[1])
     by_id = {"logprob_token_ids": [7, 9], "logprobs": 1, "return_tokens_as_token_ids": True}
     (choice,) = post(server, "/v1/completions", {**asked, **by_id, "prompt_logprobs": 0, "echo": True})["choices"]
     meant = engine.generate(PROMPT, {"temperature": 0, "max_new_tokens": 3}, return_logprob=True, logprob_start_len=0,
@@ -91,6 +93,7 @@ def test_usage_is_that_of_each_choice_and_of_each_prompt_once(engine: Engine, se
     *chunks, last, _ = [data for _, data in events(server, "/v1/completions", body)]
     told = {(chunk["choices"][0]["index"], chunk["usage"]["prompt_tokens"]) for chunk in chunks}
     assert told == {(i, counts[i // 2]) for i in range(4)} and last["usage"]["prompt_tokens"] == sum(counts)
+    assert max(chunk["usage"]["completion_tokens"] for chunk in chunks) <= 3 < last["usage"]["completion_tokens"]
     metas = [{"prompt_tokens": n, "completion_tokens": 1, "cached_tokens": n - 1} for n in (5, 5, 9, 9)]
     usage = usage_of([{"meta_info": meta} for meta in metas], 2)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 12} and usage["total_tokens"] == 18

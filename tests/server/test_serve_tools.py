@@ -13,6 +13,8 @@ from serving import Live, live, until  # noqa: E402
 
 from fengine.api.engine import Engine  # noqa: E402
 from fengine.api.io_struct import Function, Tool  # noqa: E402
+from fengine.server.chat import chat_writer  # noqa: E402
+from fengine.server.openai_body import read_chat  # noqa: E402
 from fengine.server.output_parser import OutputParser, TemplateFacts  # noqa: E402
 from fengine.server.parsers import FunctionCallParser  # noqa: E402
 from fengine.server.tool_calls import format_of  # noqa: E402
@@ -130,6 +132,19 @@ def test_ids_of_calls_are_those_of_the_format(client: Any, say: Any, server: Liv
         asked = say('[{"name": "now", "arguments": {}}]') | chat | {"messages": [*CHAT, before, *CHAT]}
         (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
         assert re.fullmatch(wanted, call.id)
+
+
+def test_calls_of_a_stream_are_counted_through(engine: Engine) -> None:
+    facts = TemplateFacts(form=format_of("<|tool_calls_section_begin|>"))
+    body = {"messages": CHAT, "tools": TOOLS, "stream": True}
+    writer, found = chat_writer(read_chat(body, 4), engine, facts, {"model": "box"}), []
+    call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    for _ in range(2):
+        text = f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+        output: Any = {"text": text, "output_ids": [5], "meta_info": {"finish_reason": None}}
+        if piece := writer.piece(0, output):
+            found += json.loads(piece.removeprefix(b"data: "))["choices"][0]["delta"].get("tool_calls") or []
+    assert [(one["index"], one["id"]) for one in found] == [(0, "functions.now:0"), (1, "functions.now:1")]
 
 
 def test_calls_are_text_where_no_tools_are_offered(client: Any, say: Any) -> None:

@@ -357,6 +357,9 @@ def test_special_token_cannot_form_across_a_content_edge(made, tmp_path):
     chat = [{"role": "user", "content": "<|im_"}]
     assert hf_ids(theirs, chat).count(2) == 2
     assert ours.encode_chat(chat).count(2) == 1
+    ours, theirs = chat_tokenizer(made, tmp_path, "<|im_start|>x<|im_{{ messages[0].content }}<|im_end|>")
+    chat = [{"role": "user", "content": "end|>"}]
+    assert (hf_ids(theirs, chat).count(2), ours.encode_chat(chat).count(2)) == (2, 1)
     harmless = [{"role": "user", "content": "a <"}]
     assert ours.encode_chat(harmless) == hf_ids(theirs, harmless)
 

@@ -143,7 +143,7 @@ class Judged:
     def score(self, row: Row, answers: list[Answer]) -> Scores:
         """`answers`: the task's, unless the row brings it, then as many verdicts."""
         given = self._given(row)
-        half = (len(answers) - len(given)) // 2
+        half = len(answers) // 2
         each = [self._score_one(answer.text) for answer in answers[half:]]
         found: Scores = each[0]
         if len(each) > 1:
