@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fengine.api.engine import Engine
 from fengine.core.json_text import parse_json
-from fengine.server import messages
 from fengine.server.answers import events
 from fengine.server.config import ServerConfig
 from fengine.server.docs import page as docs_page
@@ -184,17 +183,10 @@ class EventStream(StreamingResponse):
 
 
 def _refuse(request: Request, error: Exception) -> Response:
-    """Every error as OpenAI's body; under Anthropic's paths as Anthropic's."""
     if isinstance(error, (ClientDisconnect, ClientGone)):
         return Response(status_code=CLOSED_BY_CLIENT)
     refusal = api_error_of(error)
-    body = refusal.body()
-    if path_of(request.scope).startswith("/v1/messages"):
-        body = messages.error_body(refusal)
-    else:  # SGLang's clients read the same without an "error" around it
-        kind = "BadRequestError" if refusal.status == 400 else "InternalServerError"
-        body |= body["error"] | {"object": "error", "type": kind, "code": refusal.status}
-    return JSONResponse(body, refusal.status, headers=dict(refusal.headers))
+    return JSONResponse(refusal.body_at(path_of(request.scope)), refusal.status, headers=dict(refusal.headers))
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------

@@ -167,9 +167,9 @@ class ChatWriter(ChoiceWriter):
         if self.thoughts:
             self.thoughts[index].feed(output["output_ids"])
         named = dict.fromkeys(("reasoning_content", "reasoning"), found.reasoning)  # vLLM has both
-        named |= {"content": found.shown}
+        named |= {"content": found.content}
         if not self.chat.separate_reasoning:
-            named = {"content": found.reasoning + found.shown}
+            named = {"content": found.reasoning + found.content}
         told = {k: v for k, v in named.items() if v}
         return told | self._calls(index, found.calls, streamed) if found.calls else told
 
@@ -221,7 +221,8 @@ Step = tuple[Did, "Block", str]
 
 @dataclass(slots=True)
 class Block:
-    """One block: its place among the others, and what it says so far; of a call its JSON arguments."""
+    """One block: its place among the others, and what it says so far; of a call its JSON arguments. `status`: OpenAI's;
+    one that a limit cuts off is incomplete."""
 
     kind: Kind
     index: int
@@ -230,6 +231,7 @@ class Block:
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     streamed: int = 0  # of these, in events so far
+    status: str = "in_progress"
 
 
 class BlockWriter(Writer):
@@ -280,7 +282,7 @@ class BlockWriter(Writer):
         if finish_reason(output) is not None:
             if not self.found:
                 yield from self._add(Block("text", 0), "")
-            yield from self._close()
+            yield from self._close("completed" if finish_reason(output) == "stop" else "incomplete")
 
     def _add(self, block: Block, text: str, logprobs: Iterable[dict[str, Any]] = ()) -> Iterator[Step]:
         if not self._open or self.found[-1].kind != block.kind:
@@ -292,7 +294,7 @@ class BlockWriter(Writer):
         self.found[-1].logprobs += logprobs
         yield "delta", self.found[-1], text
 
-    def _close(self) -> Iterator[Step]:
+    def _close(self, status: str = "completed") -> Iterator[Step]:
         if self._open:
-            self._open = False
+            self._open, self.found[-1].status = False, status
             yield "close", self.found[-1], self.found[-1].text

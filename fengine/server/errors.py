@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fengine.errors import (
@@ -45,6 +46,18 @@ class ApiError(Exception):
         """{"error": {"message", "type", "param", "code"}}. Pure."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic(self) -> dict[str, Any]:
+        """Anthropic's body. Pure."""
+        told = self.body()["error"]
+        return {"type": "error", "error": {"type": told["type"], "message": told["message"]}}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """As the clients of a path read it: SGLang's the same without an "error" around it. Pure."""
+        if path.startswith("/v1/messages"):
+            return self.anthropic()
+        kind, body = HTTPStatus(self.status).phrase.replace(" ", "").removesuffix("Error"), self.body()
+        return body | body["error"] | {"object": "error", "type": f"{kind}Error", "code": self.status}
 
 
 def _shortened(text: str, most: int) -> str:

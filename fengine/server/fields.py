@@ -109,6 +109,14 @@ def take(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str] | No
     return {n: field.default if body.get(n) is None else _value(n, field, body[n]) for n, field in known.items()}
 
 
+def only(value: Mapping[str, Any], known: Collection[str], where: str, name: str) -> None:
+    """Errors: ApiError for what is not known in an object that stands somewhere in the field `name`."""
+    for key, one in value.items():
+        if one is not None and key not in known:
+            told = f"{where} has the unknown field {key!r:.80}; known are {', '.join(sorted(known))}."
+            raise ApiError(400, told, name, "unknown_parameter")
+
+
 def _hint(name: str, known: Collection[str]) -> str:
     """What may be meant by a field that is not known: another path's word, or one that is nearly it. Pure."""
     if name in ("extra_body", "sampling_params"):
@@ -224,12 +232,8 @@ def _response_format(value: Any) -> dict[str, Any]:
     outer = value.get("json_schema")
     if kind == "json_schema" and not (isinstance(outer, dict) and isinstance(outer.get("schema"), (dict, bool))):
         raise invalid(name, 'response_format must have {"json_schema": {"schema": {…}}}.')
-    inside = {"name", "description", "schema", "strict"}
-    for where, found, known in ((name, value, FORMATS[kind]), (f"{name}.json_schema", outer or {}, inside)):
-        for field, inner in found.items():
-            if inner is not None and field not in known:
-                told = f"{where} has the unknown field {field!r:.80}; known are {', '.join(sorted(known))}."
-                raise ApiError(400, told, name, "unknown_parameter")
+    only(value, FORMATS[kind], name, name)
+    only(outer or {}, {"name", "description", "schema", "strict"}, f"{name}.json_schema", name)
     if kind == "structural_tag":
         return {kind: json.dumps(value)}
     schema = {"json_object": ANY_OBJECT, "json_schema": json.dumps((outer or {}).get("schema"))}

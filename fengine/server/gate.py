@@ -91,7 +91,7 @@ class Gate:
 
         app, refusal = self.app, self._refusal(scope)
         if refusal is not None:
-            app = JSONResponse(refusal.body(), refusal.status, headers=dict(refusal.headers))
+            app = JSONResponse(refusal.body_at(path), refusal.status, headers=dict(refusal.headers))
         try:
             await app(scope, receive, counted)
         finally:

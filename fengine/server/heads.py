@@ -11,7 +11,7 @@ from fengine.server.fields import Fields, typed
 Activation = Callable[[list[float]], list[float]]
 ACTIVATION: Fields = {
     "activation": typed("boolean", "vLLM's: numbers as the checkpoint says, most often between 0 and 1; false: the "
-                        "head's own. /v1/rerank tells these, unless it is true."),
+                        "head's own. /v1/rerank tells these, unless it is true. A cosine has none, and is as it is."),
     "use_activation": typed("boolean", "vLLM's newer word for activation."),
 }  # fmt: skip
 

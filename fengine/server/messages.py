@@ -9,7 +9,7 @@ from fengine.api.outputs import Output
 from fengine.server.answers import event, new_id
 from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
 from fengine.server.errors import ApiError, invalid, missing, unsupported
-from fengine.server.fields import CALL, MODEL, Fields, array, flag, loose, one_of, record, take
+from fengine.server.fields import CALL, MODEL, Fields, array, flag, loose, one_of, only, record, take
 
 FIELDS: Fields = {
     **MODEL,
@@ -37,6 +37,9 @@ TOOL: Fields = {
     **{name: loose("") for name in ("type", "name", "description", "input_schema", "strict")},
     **{name: loose("Accepted.") for name in ("cache_control", "eager_input_streaming")},
 }
+OF_ANY = ("type", "cache_control")  # of blocks; prefixes are shared anyway
+BLOCKS = {"text": ("text",), "thinking": ("thinking", "signature"), "redacted_thinking": ("data",),
+          "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id", "id", "content", "is_error")}  # fmt: skip
 LATE = "all tools are shown at once"
 LATER = {"defer_loading": LATE, "allowed_callers": "tools that code calls", "input_examples": "examples of calls"}
 REFUSED = {"mcp_servers": "tools of the server", "container": "containers"}
@@ -124,6 +127,8 @@ def _texts(content: Any, where: str) -> Any:
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
                for part in content):  # fmt: skip
         raise invalid(where.partition("[")[0], f"{where} must be a text or text blocks.")
+    for part in content:
+        only(part, (*OF_ANY, *BLOCKS["text"]), where, where.partition("[")[0])
     return "\n".join(part["text"] for part in content)
 
 
@@ -132,9 +137,11 @@ def _message(message: Any, where: str) -> list[Any]:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return [message]
-    told, results = dict[str, Any](role=message.get("role")), list[Any]()
+    told, results = {key: value for key, value in message.items() if key != "content"}, list[Any]()
     for i, block in enumerate(content):
         kind, at = block.get("type") if isinstance(block, dict) else None, f"{where}.content[{i}]"
+        if isinstance(kind, str) and kind in BLOCKS:
+            only(block, (*OF_ANY, *BLOCKS[kind]), at, "messages")
         if kind == "text":
             told.setdefault("content", []).append({"type": "text", "text": _texts([block], at)})
         elif is_image(block):
@@ -157,8 +164,12 @@ def _message(message: Any, where: str) -> list[Any]:
 
 
 def _result(block: dict[str, Any], at: str) -> dict[str, Any]:
+    """`is_error` is the template's to read."""
     said, call_id = _texts(block.get("content"), at), block.get("tool_use_id") or block.get("id")
-    return {"role": "tool", "tool_call_id": call_id, "content": "" if said is None else said}
+    if block.get("is_error") not in (None, True, False):
+        raise invalid("messages", f"{at}.is_error must be true or false, got {block['is_error']!r:.80}.")
+    failed = {"is_error": True} if block.get("is_error") else {}
+    return {"role": "tool", "tool_call_id": call_id, "content": "" if said is None else said, **failed}
 
 
 class MessageWriter(BlockWriter):
@@ -190,7 +201,7 @@ class MessageWriter(BlockWriter):
         return _event("message_delta", usage=told.pop("usage"), delta=told) + _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
-        return _event(**error_body(error))
+        return _event(**error.anthropic())
 
     def _told(self, output: Output) -> dict[str, Any]:
         meta = output["meta_info"]
@@ -202,12 +213,6 @@ class MessageWriter(BlockWriter):
         usage = {"input_tokens": meta["prompt_tokens"] - cached, "output_tokens": meta["completion_tokens"],
                  "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}  # fmt: skip
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop, "usage": usage}
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """Anthropic's body of an error. Pure."""
-    told = error.body()["error"]
-    return {"type": "error", "error": {"type": told["type"], "message": told["message"]}}
 
 
 def _event(type: str, **more: Any) -> bytes:

@@ -3,9 +3,9 @@ text so far have more than before; what may still change is held back."""
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
 
 from fengine.errors import FengineError
 from fengine.server.tool_calls import (
@@ -27,19 +27,19 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message of ha
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a piece adds. `shown`: the content with calls that cannot be read, as text in their places."""
+    """What a piece adds. Calls that cannot be read are among the calls, with a problem, and are content, too."""
 
     reasoning: str = ""
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
-    shown: str = field(default="", compare=False)
 
-
-class Read(NamedTuple):
-    """One block of calls that is complete: behind how much of the content it stands, and what reads it."""
-
-    at: int
-    calls: Callable[[], list[ToolCall]]
+    @property
+    def beside_calls(self) -> str:
+        """The content without any call. Pure."""
+        text = self.content
+        for unread in (call.text for call in self.calls if call.problem):
+            text = text.replace(unread, "", 1).strip()
+        return text
 
 
 def _cut(text: str, at: int, markers: Sequence[str], last: bool) -> tuple[str, str, int]:
@@ -52,28 +52,35 @@ def _cut(text: str, at: int, markers: Sequence[str], last: bool) -> tuple[str, s
     return piece[: len(piece) - max(heads, default=0)], "", len(text)
 
 
-# -- (reasoning, content, blocks of calls) of a text so far, which only grow with it -----------------------------------
+# -- (reasoning, content, calls) of a text so far, which only grow with it ---------------------------------------------
+
+Parts = tuple[str, str, list[ToolCall]]
 
 
-def _plain(text: str, last: bool) -> tuple[str, str, list[Read]]:
+def _plain(text: str, last: bool) -> Parts:
     return "", text, []
 
 
-def _blocks(form: Format, text: str, last: bool) -> tuple[str, str, list[Read]]:
-    """Calls between markers, content around them; white space around calls is no content."""
+def _blocks(form: Format, read: Callable[[str, str], list[ToolCall]], text: str, last: bool) -> Parts:
+    """Calls between markers, content around them; white space before the first call that was read, and behind the last
+    one, is no content."""
     content, marker, at = _cut(text, 0, (form.begin,), last)
-    leads, calls, inside = not content.strip(), list[Read](), bool(marker)
+    calls, unread = list[ToolCall](), ""
     while marker:
         body, marker, at = _cut(text, at, (form.end or form.begin,), last)
         if not marker and not last:
             break
-        before = (content.lstrip() if leads else content).rstrip()
-        calls.append(Read(len(before), partial(_read_block, form, body, marker if form.end else "")))
+        found, more = read(body, marker if form.end else ""), ""
+        calls, unread = calls + found, _unread(found)
         if marker and form.end:
             more, marker, at = _cut(text, at, (form.begin,), last)
-            content += more
-    content = content.lstrip() if leads and inside else content
-    return "", content if last and not calls else content.rstrip(), calls
+        content = content + unread + more if unread or content.strip() else more.lstrip()
+    return "", content if last and (unread or not calls) else content.rstrip(), calls
+
+
+def _unread(calls: Sequence[ToolCall]) -> str:
+    """The text of those that cannot be read. Pure."""
+    return "".join(call.text for call in calls if call.problem)
 
 
 def _read_block(form: Format, body: str, end: str) -> list[ToolCall]:
@@ -86,29 +93,29 @@ def _read_block(form: Format, body: str, end: str) -> list[ToolCall]:
     return found if problem is None else [ToolCall(found[0].name, {}, f"{form.begin}{body}{end}", problem)]
 
 
-def _bare(opening: str, read: Callable[[str], list[ToolCall]], text: str, last: bool) -> tuple[str, str, list[Read]]:
+def _bare(opening: str, read: Callable[[str], list[ToolCall]], text: str, last: bool) -> Parts:
     """A text that is calls and nothing else, or content."""
     head = text.lstrip()
     if head.startswith((opening, PYTHON_TAG)) or not last and PYTHON_TAG.startswith(head):
         calls = read(text) if last else []
-        return "", text if last and not calls else "", [Read(0, lambda: calls)] if calls else []
+        return "", text if last and not calls else _unread(calls), calls
     return "", text, []
 
 
 _LLAMA, _PYTHONIC = partial(_bare, "{", read_bare), partial(_bare, "[", read_pythonic)
 
 
-def _forced(text: str, last: bool) -> tuple[str, str, list[Read]]:
+def _forced(text: str, last: bool) -> Parts:
     """JSON of `forced_schema`; content, if it was cut off in the first call."""
     calls = read_forced(text) if last else []
     if any(call.problem for call in calls):
         calls = []
-    return "", text if last and not calls else "", [Read(0, lambda: calls)] if calls else []
+    return "", text if last and not calls else "", calls
 
 
-def _harmony(text: str, last: bool) -> tuple[str, str, list[Read]]:
+def _harmony(text: str, last: bool) -> Parts:
     """gpt-oss's channels: analysis is reasoning, final and commentary are content, messages to functions are calls."""
-    head, calls, name, at = text.lstrip(), list[Read](), "", 0
+    head, calls, name, at = text.lstrip(), list[ToolCall](), "", 0
     parts, kind = {"reasoning": "", "content": ""}, "header" if head.startswith(("<|", "to=")) else "content"
     marker = "" if not last and len(head) < 2 else " "  # a text without channels is content
     while marker:
@@ -121,8 +128,8 @@ def _harmony(text: str, last: bool) -> tuple[str, str, list[Read]]:
         if kind in parts:
             parts[kind] += body
         elif marker or last:
-            read = partial(lambda *call: [call_of(*call)], {"name": name, "arguments": body}, body)
-            calls.append(Read(len(parts["content"]), read))
+            calls.append(call_of({"name": name, "arguments": body}, body))
+            parts["content"] += _unread(calls[-1:])
         kind = "header"
     return parts["reasoning"], parts["content"], calls
 
@@ -139,12 +146,12 @@ class OutputParser:
         self._functions = functions
         self._opened = opened and not forced
         self._step = self._head if (thinks or opened) and not forced else self._answer
-        self._parts: Callable[[str, bool], tuple[str, str, list[Read]]] = _plain
+        self._parts: Callable[[str, bool], Parts] = _plain
         if forced:
             self._parts = _forced
         elif form is not None:
             own = {"harmony": _harmony, "llama": _LLAMA, "pythonic": _PYTHONIC}
-            self._parts = own.get(form.name) or partial(_blocks, form)
+            self._parts = own.get(form.name) or partial(_blocks, form, cache(partial(_read_block, form)))
         self._begins = (form.begin,) if form is not None and form.begin and form.name != "harmony" else ()
         self._held, self._thought = "", False  # what is no part yet; whether any of the thought is told
         self._text, self._told = "", (0, 0, 0)  # of the answer; how much of its reasoning, content and calls
@@ -171,8 +178,7 @@ class OutputParser:
         thought, marker, end = _cut(text, 0, ("</think>", *self._begins), last)
         if marker in self._begins:
             whole, marker, end = _cut(text, 0, ("</think>",), last)
-            calls = [call for read in self._parts(text[len(thought) :], True)[2] if last for call in read.calls()]
-            if marker or last and any(call.problem for call in calls):
+            if marker or last and _unread(self._parts(text[len(thought) :], True)[2]):
                 thought = whole
             elif last:
                 marker, end = "the call", len(thought)
@@ -196,14 +202,10 @@ class OutputParser:
     def _answer(self, last: bool) -> Delta:
         self._text, self._held = self._text + self._held, ""
         reasoning, content, calls = self._parts(self._text, last)
-        a, start, c = self._told
+        a, b, c = self._told
         self._told = len(reasoning), len(content), len(calls)
-        made, shown, b = list[ToolCall](), "", start
-        for read in calls[c:]:
-            told = [call.typed(self._functions) for call in read.calls()]
-            shown += content[b : read.at] + "".join(call.text for call in told if call.problem)
-            made, b = made + told, max(b, read.at)
-        found = Delta(reasoning[a:], content[start:], tuple(made), shown + content[b:])
+        made = tuple(call.typed(self._functions) for call in calls[c:])
+        found = Delta(reasoning[a:], content[b:], made)
         if content and not reasoning and not calls and self._parts is not _harmony:
             self._settle(content)
         return found

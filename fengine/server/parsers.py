@@ -103,7 +103,7 @@ class FunctionCallParser:
             for call in found.calls
             if call.problem is None and call.name in self._names
         ]
-        return found.shown, items
+        return found.content, items
 
 
 def parse_function_call(body: Mapping[str, Any]) -> dict[str, Any]:

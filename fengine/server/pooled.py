@@ -49,9 +49,9 @@ OF_PAIRS: Fields = dict.fromkeys(sum(PAIRS, ()), loose("vLLM's: a text, or a lis
 SCORE: Fields = {**MODEL, **OF_PAIRS, **SCORING, **heads.ACTIVATION, **CUT}
 RERANK: Fields = {
     **MODEL,
-    "query": loose("A text.", "string"),
-    "documents": loose("Texts.", "array"),
-    "top_n": whole("So many of the best.", 1, 1 << 20),
+    "query": typed("string", "A text."),
+    "documents": loose("A text, or a list of texts."),
+    "top_n": whole("So many of the best; 0: all.", 0, 1 << 20, 0),
     "return_documents": flag("The documents beside their scores.", True),
     **heads.ACTIVATION,
     **CUT,
@@ -225,10 +225,10 @@ def _scored(
 ) -> tuple[EncodeReqInput, int, Callable[[list[Output]], list[float]]]:
     """(what is asked of the model, how many prompts, the scores in its outputs) of as many texts on either side: labels
     of a cross-encoder, cosines of an embedding model. Errors: ApiError; those of the tokenizer."""
-    cut, count = _cut(given, engine), len(first)
+    cut, count, wanted = _cut(given, engine), len(first), heads.wanted(given, activated)
     if engine._parts.spec.num_labels is not None or not activated:  # SGLang's rerank takes no embedding model
         ids = _pair_ids(engine, list(zip(first, second, strict=True)), cut)
-        label = _activation(engine, heads.wanted(given, activated))
+        label = _activation(engine, wanted)
         return (
             EncodeReqInput(ids),
             count,
@@ -276,14 +276,12 @@ def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> P
     for name in ("query", "documents"):
         if given[name] is None:
             raise missing(name)
-    documents, shows = given["documents"], given["return_documents"]
-    if not isinstance(documents, list) or not documents:
-        raise invalid("documents", f"documents must be a list of texts, not empty, got {documents!r:.80}.")
+    documents, shows = _texts(given, "documents"), given["return_documents"]
     request, rows, scored = _scored(engine, [given["query"]] * len(documents), documents, given, jina)
 
     def answer(outputs: list[Output]) -> Any:
         scores = scored(outputs)
-        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: given["top_n"]]
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: given["top_n"] or None]
         if not jina:
             return [{"score": scores[i], "document": documents[i] if shows else None, "index": i,
                      "meta_info": outputs[i]["meta_info"]} for i in order]  # fmt: skip

@@ -20,6 +20,7 @@ from fengine.server.fields import (
     flag,
     loose,
     one_of,
+    only,
     record,
     sampling_fields,
     take,
@@ -56,7 +57,10 @@ REFUSED = {
     "max_tool_calls": "tools of the server",
     "context_management": "compaction of the context",
 }
-PARTS = ("input_text", "output_text", "text", "reasoning_text")
+OF_ANY = ("type", "id", "status")  # of items; the last two say nothing about an answer
+ITEMS = {"message": ("role", "content"), "function_call": ("name", "arguments", "call_id"),
+         "function_call_output": ("output", "call_id"), "reasoning": ("content", "summary")}  # fmt: skip
+PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
 WORDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
          "reasoning_effort": "reasoning"}  # fmt: skip
@@ -138,6 +142,9 @@ def _messages(given: Any) -> list[Any]:
 def _message(item: Any, where: str) -> dict[str, Any]:
     """One item as a message of a chat. Errors: ApiError."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(kind, str) or kind not in ITEMS:
+        raise invalid("input", f"{where} has the type {kind!r:.80}; known are {', '.join(ITEMS)}.")
+    only(item, (*OF_ANY, *ITEMS[kind]), where, "input")
     if kind == "message":
         return {"role": item.get("role"), "content": _content(item.get("content"), where)}
     if kind == "function_call_output":
@@ -147,12 +154,9 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if kind == "reasoning":
-        parts = _content(item.get("content") or [], where)
-        thought = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
-        return {"role": "assistant", "reasoning_content": thought, "content": ""}
-    raise invalid("input", f"{where} has the type {kind!r:.80}; known are message, function_call, "
-                  "function_call_output and reasoning.")  # fmt: skip
+    parts = _content(item.get("content") or item.get("summary") or [], where)
+    thought = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
+    return {"role": "assistant", "reasoning_content": thought, "content": ""}
 
 
 def _content(content: Any, where: str) -> Any:
@@ -163,6 +167,8 @@ def _content(content: Any, where: str) -> Any:
         text = isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)
         if not text and not is_image(part):
             raise invalid("input", f"{where}: content must be a text, input_text or input_image parts; no files.")
+        if text:
+            only(part, ("type", "text", "annotations", "logprobs"), f"{where}: a text", "input")
     return [part if is_image(part) else {"type": "text", "text": part["text"]} for part in content]
 
 
@@ -194,7 +200,7 @@ class ResponseWriter(BlockWriter):
         return self._head | {
             "status": "completed" if whole else "incomplete",
             "incomplete_details": None if whole else {"reason": reason},
-            "output": [self._item(block, "completed") for block in self.found],
+            "output": [self._item(block) for block in self.found],
             "usage": usage | told,
         }
 
@@ -203,7 +209,7 @@ class ResponseWriter(BlockWriter):
         return self._event("response.created", response=head) + self._event("response.in_progress", response=head)
 
     def step(self, did: Did, block: Block, said: str) -> bytes:
-        call, item = block.kind == "call", self._item(block, "completed" if did == "close" else "in_progress")
+        call, item = block.kind == "call", self._item(block)
         at: dict[str, Any] = {"item_id": item["id"], "output_index": block.index}
         inside = at if call else at | {"content_index": 0}
         named = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}[block.kind]
@@ -234,13 +240,13 @@ class ResponseWriter(BlockWriter):
         self._number += 1
         return event({"type": kind, "sequence_number": self._number - 1, **more}, kind)
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: Block) -> dict[str, Any]:
         """One item of the output, as far as it has come. Modifies: the ids, when an item is new."""
         kind = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}[block.kind]
-        head = {"id": self._ids.setdefault(block.index, new_id(kind)), "status": status}
+        head = {"id": self._ids.setdefault(block.index, new_id(kind)), "status": block.status}
         if block.kind == "call":
             return {**head, "type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
-        content = [_part(block)] if status == "completed" else []
+        content = [] if block.status == "in_progress" else [_part(block)]
         if block.kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": content}
         return {**head, "type": "message", "role": "assistant", "content": content}

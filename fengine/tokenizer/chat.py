@@ -34,6 +34,8 @@ RESERVED = frozenset(("messages", "add_generation_prompt", "continue_final_messa
 FIXED = {"tools": None, "documents": None}  # transformers always passes these two, as None where unset
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that chats use; templates read the first two
 
+UNSAID = frozenset(("tool_call_id", *_REASONING))  # what most templates leave out, and no one expects to be read
+
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Validated plain copies of chat messages, normalised as transformers does: keys with None are dropped and
@@ -147,6 +149,9 @@ class ChatTemplate:
                 )
             if name not in self.variables and name not in FIXED:
                 logger.info("The chat template does not read %r, which is ignored; it takes: %s.", name[:80], known)
+        for name in sorted({key for message in messages for key in message} - UNSAID):
+            if name not in self.source:
+                logger.info("The chat template does not name %r, which a message has.", name[:80])
         given = {**special_tokens, **FIXED, "add_generation_prompt": add_generation_prompt, **values}
         return self._ask(given | {"messages": messages}, max_chars)
 

@@ -1,6 +1,7 @@
 """The journal: every crash leaves a good beginning, every flipped bit is found, and no good line is lost with it."""
 
 import errno
+import json
 import os
 import socket
 import stat
@@ -15,7 +16,7 @@ from fengine.errors import ResumeMismatchError, StorageError
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import RowIndex, RowTable, reopen
 from fengine.eval.runs.journal import Damage, Entry, Journal, encode, header, read_at, scan
-from fengine.eval.runs.output import InOrder
+from fengine.eval.runs.output import InOrder, shown
 
 RECORDS = [b'{"id": "r%d", "text": "\xc3\xa9 %s"}' % (i, b"x" * i) for i in range(5)]
 LINES = [header("me"), *(encode([i, 1, 7 * i], record) for i, record in enumerate(RECORDS))]
@@ -309,3 +310,18 @@ def test_rows_that_were_there_before_are_not_shown_again(tmp_path: Path) -> None
             order.put(index)
             order.advance()
             assert shown == found
+
+
+@pytest.mark.parametrize(
+    ("data", "prompt", "told"),
+    [
+        ({"question": "What is it?"}, [3, 4], "What is it?"),
+        ({}, [3, 4], "2 token ids"),
+        ({}, [], ""),
+        ({"prompt": "a"}, "b", "b"),
+    ],
+)
+def test_a_row_is_shown_by_what_a_person_reads(data: dict[str, str], prompt: Any, told: str) -> None:
+    answer = {"prompt": prompt, "text": "a", "output_ids": [1], "finish_reason": {"type": "stop"}}
+    record = json.dumps({"id": "r", "data": data, "answers": [answer], "scores": {}}).encode()
+    assert shown(Entry(0, [0, 0, 0, 0, 0.0, 0.0, 2, 1], record)).prompt == told

@@ -8,6 +8,7 @@ import pytest
 from serving import CHAT, Live, events, post
 
 from fengine.api.engine import Engine
+from fengine.server import responses
 from fengine.server.chat import Block
 from fengine.server.errors import ApiError
 from fengine.server.messages import MessageWriter, to_chat
@@ -30,6 +31,9 @@ def test_what_a_tool_or_an_output_has_in_messages() -> None:
         {"thinking": {"type": "enabled", "budget": 3}},
         {"output_config": {"format": {"type": "xml"}}},
         {"output_config": {"length": 3}},
+        {"system": [{"type": "text", "text": "a", "citations": [{}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a", "is_error": "yes"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "f", "caller": {"type": "code"}}]}]},
     ):
         with pytest.raises(ApiError):
             to_chat(body | change)
@@ -41,6 +45,21 @@ def test_a_templates_own_switch_goes_before_thinking() -> None:
     assert to_chat(body)["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
     asked = to_chat(body | {"chat_template_kwargs": switches})
     assert asked["chat_template_kwargs"] == switches | {"thinking": True} and asked["separate_reasoning"] is True
+
+
+def test_that_a_tool_has_failed_is_the_templates_to_read() -> None:
+    results = [
+        {"type": "tool_result", "tool_use_id": "1", "content": "no", "is_error": failed} for failed in (1 > 0, 0 > 1)
+    ]
+    told = to_chat({"messages": [{"role": "user", "content": results}], "max_tokens": 1})["messages"]
+    assert [message.get("is_error") for message in told] == [True, None]
+
+
+def test_a_summary_is_the_thought_where_there_is_no_other() -> None:
+    summary = [{"type": "summary_text", "text": "Hm"}]
+    items = [{"type": "reasoning", "summary": summary}, {"role": "assistant", "content": "a"}]
+    (told,) = responses.to_chat({"input": items})["messages"]
+    assert (told["reasoning_content"], told["content"]) == ("Hm", "a")
 
 
 @pytest.mark.parametrize("content", [False, 0, {}])
@@ -92,6 +111,9 @@ def test_responses_are_chats(engine: Engine, server: Live) -> None:
                                       top_logprobs=3, model="box", extra_body={"ignore_eos": True})  # fmt: skip
         assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert [len(one.top_logprobs) for one in cut.output[0].content[0].logprobs] == [3, 3]
+        short = client.responses.create(input="a", max_output_tokens=2, model="box", stream=True)
+        (ended,) = (event.item for event in short if event.type == "response.output_item.done")
+        assert cut.output[0].status == ended.status == "incomplete" and told.output[0].status == "completed"
         streamed = list(
             client.responses.create(input="a", include=["message.output_text.logprobs"], stream=True, **asked)
         )

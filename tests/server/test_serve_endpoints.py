@@ -107,6 +107,11 @@ def test_keys_of_both_kinds(engine: Engine) -> None:
             assert server.ask("POST", "/v1/messages", body | {"model": name}, **KEY).status == status, name
         for headers, status in (({"x_api_key": "user"}, 200), ({"x_api_key": "no"}, 401), (KEY, 200), ({}, 401)):
             assert server.ask("POST", "/v1/messages", body, **headers).status == status, headers
+        told = server.ask("POST", "/v1/messages", body).json
+        assert (told["type"], told["error"]["type"]) == ("error", "authentication_error")
+        for method, path, kind in (("GET", "/v1/x", "NotFound"), ("GET", "/generate", "MethodNotAllowed")):
+            answer = server.ask(method, path, **KEY)
+            assert (answer.json["type"], answer.json["code"]) == (f"{kind}Error", answer.status)
         assert server.ask("POST", "/flush_cache", {}, Authorization="Bearer user").status == 401
         assert server.ask("POST", "/flush_cache", {}, **KEY).status == 200
         assert server.ask("GET", "/docs").status == server.ask("GET", "/openapi.json").status == 200
@@ -178,6 +183,9 @@ REFUSED = [
     ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
     ("/v1/responses", {"input": [{"role": "", "content": "a"}]}, "input"),
     ("/v1/responses", {"input": [{"type": "reasoning", "content": 3}]}, "input"),
+    ("/v1/responses", {"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input"),
+    ("/v1/responses", {"input": [{"role": "user", "content": "a", "phase": "x"}]}, "input"),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "input"),
     ("/v1/responses", {"input": [{"type": "function_call", "name": 3}]}, "input"),
     ("/v1/responses", {"reasoning": {"effort": "huge"}}, "reasoning"),
     ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
@@ -208,6 +216,8 @@ REFUSED = [
     ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
     ("/v1/score", ITEMS | {"items": []}, "items"),
     ("/v1/rerank", {"query": "a"}, "documents"),
+    ("/rerank", {"query": ["a"], "documents": ["a"]}, "query"),
+    ("/rerank", {"query": "a", "documents": ["a", 3]}, "documents"),
     ("/detokenize", {"tokens": [[1], "a"]}, "tokens"),
     ("/abort_request", {}, None),
     ("/invocations", {"a": 1}, None),

@@ -43,6 +43,10 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
         assert [(one["index"], one["relevance_score"]) for one in ranked["results"]] == [
             (1, same["score"]), (0, other["score"])
         ]  # fmt: skip
+        every = {"query": PROMPT, "documents": ["a", PROMPT], "top_n": 0, "activation": False}
+        assert post(server, "/rerank", every)["results"] == ranked["results"]
+        answer = server.ask("POST", "/rerank", every | {"use_activation": True})
+        assert (answer.status, answer.error["param"]) == (400, "use_activation")
         for path, documents in (("/v1/rerank", ["b"]), ("/rerank", [{"text": "b"}])):
             assert server.ask("POST", path, {"query": "a", "documents": documents}).status == 400
         assert server.ask("GET", "/health_generate").status == 200

@@ -250,6 +250,10 @@ def test_variables(made, tmp_path, caplog):
             expected = theirs.apply_chat_template(CHATS[0], tokenize=False, add_generation_prompt=True, **{name: "x"})
             assert ours.apply_chat_template(CHATS[0], **{name: "x"}) == expected
             assert f"does not read '{name}', which is ignored; it takes: date_string" in caplog.text
+        ours.apply_chat_template([{"role": "tool", "content": "a", "tool_call_id": "1", "is_error": True}])
+        assert [line for line in caplog.messages if " name " in line] == [
+            "The chat template does not name 'is_error', which a message has."
+        ]
     for name in ("bos_token", "raise_exception", "range", "self"):
         with pytest.raises(UnknownParameterError, match="meaning of its own; others are: date_string"):
             ours.apply_chat_template(CHATS[0], **{name: "x"})

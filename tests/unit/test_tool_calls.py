@@ -79,8 +79,7 @@ def streamed(parser: OutputParser, pieces: list[str]) -> Delta:
     """All parts of the pieces; the last piece is told to be so, as a stream's last chunk is."""
     found = [parser.feed(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
     calls = tuple(call for one in found for call in one.calls)
-    reasoning, content, shown = ("".join(getattr(d, name) for d in found) for name in ("reasoning", "content", "shown"))
-    return Delta(reasoning, content, calls, shown)
+    return Delta(*("".join(getattr(d, name) for d in found) for name in ("reasoning", "content")), calls)
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES, ids=range(len(CASES)))
@@ -203,19 +202,18 @@ def test_a_broken_call_keeps_its_text_and_tells_what_is_wrong(name: str, text: s
 
 def test_calls_that_cannot_be_read_stay_in_their_places() -> None:
     bad, good = "<tool_call>{</tool_call>", '<tool_call>{"name": "now"}</tool_call>'
-    for text, shown in (
-        (f"a {bad} b {good} c {bad}", f"a{bad}  b  c{bad}"),
-        (f"\n{bad}\n{bad} c", f"{bad}{bad}c"),
-        (f"<think>x</think>\n{good}\n{bad}", bad),
+    for text, content in (
+        (f"a {bad} b {good} c {bad}", f"a {bad} b  c {bad}"),
+        (f"\n{bad}\n{bad} c\n", f"\n{bad}\n{bad} c\n"),
+        (f"<think>x</think>\n{good}\n{bad}\n", f"{bad}\n"),
+        (f"\n{good}\na {good}\n", "a"),
     ):
         whole, parser = parse_output(text, BY_NAME["hermes"], thinks=True), OutputParser(BY_NAME["hermes"], thinks=True)
-        assert whole.shown == shown and streamed(parser, list(text)).shown == shown
+        assert whole.content == content and streamed(parser, list(text)) == whole
+        assert whole.beside_calls == content.replace(bad, "").strip()
     text = "<|channel|>final<|message|>a<|end|>to=functions.f<|message|>{<|call|><|channel|>final<|message|>b"
-    assert (
-        parse_output(text, BY_NAME["harmony"]).shown
-        == "a{b"
-        == streamed(OutputParser(BY_NAME["harmony"]), list(text)).shown
-    )
+    whole = parse_output(text, BY_NAME["harmony"])
+    assert whole.content == "a{b" and streamed(OutputParser(BY_NAME["harmony"]), list(text)) == whole
 
 
 def test_a_thought_without_an_end_and_one_that_the_prompt_began() -> None:

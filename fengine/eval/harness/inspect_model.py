@@ -214,7 +214,7 @@ class FengineAPI(ModelAPI):
         """`filled`: the context held fewer tokens than were allowed. `call_id`: of a name, and its place here."""
         meta = output["meta_info"]
         parsed = read(output["text"])
-        thoughts, text = parsed.reasoning, parsed.content
+        thoughts, text = parsed.reasoning, parsed.beside_calls
         stop = "stop" if meta["finish_reason"]["type"] == "stop" else "model_length" if filled else "max_tokens"
         made = [
             ToolCall(call_id(name := call.name or "unknown", i), name, call.arguments, parse_error=call.problem)

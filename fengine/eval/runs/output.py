@@ -169,7 +169,8 @@ def shown(entry: Entry) -> Shown:
     first = record["answers"][0]
     if isinstance(first["prompt"], str):
         prompt = first["prompt"]
-    prompt = prompt or count(len(first["prompt"]), "token id")
+    if not prompt and first["prompt"]:
+        prompt = count(len(first["prompt"]), "token id")
     note = ", ".join(f"{name} {value}" for name, value in record["scores"].items())
     tokens = f"{entry.head[6]:,} → {count(entry.head[7], 'token')}, {first['finish_reason']['type']}"
     ids = str(first["output_ids"]) if len(first["output_ids"]) > 1 else ""  # of a run without a tokenizer
@@ -191,4 +192,4 @@ def prompt_of(data: dict[str, Any]) -> str:
         content = messages[-1].get("content", "")
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         return " ".join(str(part.get("text") or part.get("type")) for part in parts) or str(content)
-    return str(data.get("prompt") or "")
+    return str(data.get("prompt") or data.get("question") or "")
