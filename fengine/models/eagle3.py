@@ -143,6 +143,7 @@ def forward(
     if len(q_RHK) > len(index_R):
         q_RHK = edges.take(q_RHK.flatten(1), index_R).unflatten(1, q_RHK.shape[1:])
         residual_RD = edges.take(residual_RD, index_R)
+        # torch's kernel, so the keys that this pass has written are there for rows that name one token each
         start_B = torch.arange(len(index_R) + 1, dtype=torch.int32, device=index_R.device)
         batch = {**batch, "q_start_B": start_B}
     delta_RD = layers.attended(layer, spec, q_RHK, k_PSGK, v_PSGK, batch)

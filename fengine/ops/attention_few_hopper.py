@@ -1,9 +1,9 @@
 """Attention of rows of few tokens and few keys on NVIDIA Hopper: `rows_kernel` of attention_kernels.py, WIDE blocks at
 a time, where few programs run, and what takes time is one wait behind the other.
 
-Keys and values of all these blocks come to shared memory at once (cp.async); the next ones as soon as there is room.
-Then all scores are computed, all weights, and one product after the other. Warps share the keys of a block in the first
-product, the columns of values in the second. The same reduction tree, hence the same bits: see attention.py.
+A warp of its own copies keys and values to a ring in shared memory: attention_few_copies.py. Of WIDE blocks all scores
+are computed, then all weights, then one product after the other. Warps share the keys of a block in the first product,
+the columns of values in the second. The same reduction tree, hence the same bits: see attention.py.
 """
 # pyright: reportInvalidTypeForm=false
 
@@ -13,13 +13,27 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
+from fengine.ops.attention_few_copies import BOX, copy_rows, first_chunk, span
 from fengine.ops.attention_hopper import halved
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_merge_hopper import merge, merge_stored, store_rows
-from fengine.ops.kv_fp8_decode import layouts
-from fengine.ops.registration import async_copy, begin, dependent_launch, gl, gluon, mma_v2, runs_gluon, wait
+from fengine.ops.registration import (
+    barriers,
+    begin,
+    dependent_launch,
+    describe,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    mma_v2,
+    runs_gluon,
+    wait,
+)
 
-PIECE = gl.constexpr(64)  # keys of one page that are copied together
+ROOM = 200 << 10  # bytes of keys and values in the ring, at most
+STAGES = 4  # WIDE blocks each, at most
+REGISTERS = 152  # of a thread on average, for the kernels in front and behind want some
 
 
 def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
@@ -42,80 +56,59 @@ def launch(call: Any, o_THK: Tensor, workspace: Any, c: float, chunks: int, limi
     rows, table_width = table.shape
     heads, groups, width, _, size, padded, _, chunk, block = shape
     by_device = dependent_launch(o_THK.device.index, trigger)
+    stages = min(STAGES, ROOM // (wide * block * (width + width // parts) * 2))
+    k, v = (describe(x.view(-1, groups * width), 64, columns) for x, columns in ((k, width), (v, width // parts)))
     launcher(few_kernel, (groups * parts, rows, splits))(
         q, k, v, q_start, kv_len, table, o_THK, *workspace, sinks, c, len(o_THK), rows, table_width, chunks, limit,
-        heads, groups, width, size, padded, chunk, block, wide, parts, window, sinks is not None, splits > 1, merged,
-        layouts(4, block)[2], by_device["PDL"], num_warps=4, launch_pdl=bool(by_device["PDL"])
+        heads, groups, width, size, padded, chunk, block, wide, parts, stages, window, sinks is not None, splits > 1,
+        merged, row_of(4), row_of(32), by_device["PDL"], num_warps=4, maxnreg=REGISTERS,
+        launch_pdl=bool(by_device["PDL"])
     )  # fmt: skip
 
 
-@gluon.jit
-def pages_of(table, key, high, S: gl.constexpr, PIECES: gl.constexpr):
-    """The pages of PIECES pieces from `key` on, asked for together."""
-    pages = ()
-    for n in gl.static_range(PIECES):
-        at = key + n * PIECE
-        pages = pages + (gl.load(table + at // S, mask=at < high, other=0),)  # noqa: RUF005
-    return pages
+def row_of(columns: int) -> Any:
+    """The layout of [16, columns] in which a thread has all of those rows of which it has sums. Pure."""
+    own = [[0, 1 << n] for n in range(columns.bit_length() - 1)]
+    rows, none = [[1, 0], [2, 0], [4, 0]], [0, 0]
+    return gl.DistributedLinearLayout([[8, 0], *own], [none, none, *rows], [none, none], [], [16, columns])
 
 
 @gluon.jit
-def copy(ptr, pages, key, high, to, STRIDE: gl.constexpr, K: gl.constexpr, S: gl.constexpr, PIECES: gl.constexpr):
-    """K columns of keys or values from `key` on, on their way to shared memory; zeros at `high` and behind. STRIDE:
-    from slot to slot."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [gl.num_warps(), 1], [1, 0])
-    slot = gl.arange(0, PIECE, layout=gl.SliceLayout(1, LINES))
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
-    if key < high:
-        for n in gl.static_range(PIECES):
-            at = key + n * PIECE
-            here = ptr + pages[n].to(gl.int64) * (S * STRIDE) + at % S * STRIDE
-            inside = (at + slot < high)[:, None] & (d < K)[None, :]
-            async_copy.async_copy_global_to_shared(to.slice(n * PIECE, PIECE),
-                                                   here + ((slot * STRIDE)[:, None] + d[None, :]),
-                                                   mask=inside)  # fmt: skip
-    async_copy.commit_group()
-
-
-@gluon.jit
-def scores(q, keys, maxima, at, high, position, SUM: gl.constexpr, RIGHT: gl.constexpr, BLOCK: gl.constexpr,
+def scores(q, k_ring, first, maxima, at, high, position, SUM: gl.constexpr, RIGHT: gl.constexpr, BLOCK: gl.constexpr,
            WIDE: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
-    """Masked scores of WIDE blocks; each warp's largest of each block go to `maxima`."""
+    """Masked scores of WIDE blocks from place `first` of the ring on; each warp's largest of each go to `maxima`."""
     W: gl.constexpr = gl.num_warps()
     none = gl.zeros([16, BLOCK], gl.float32, SUM)
     all = ()
     for n in gl.static_range(WIDE):
-        s = mma_v2(q, keys.slice(n * BLOCK, BLOCK).permute((1, 0)).load(RIGHT), none)
+        s = mma_v2(q, k_ring.index(first + n).permute((1, 0)).load(RIGHT), none)
         key = at + n * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SUM))
         seen = (key < high)[None, :] & (key[None, :] <= position[:, None])
         if WINDOW:
             seen = seen & (key[None, :] > position[:, None] - WINDOW)
-        s = gl.where(seen, s, float("-inf"))
-        maxima.index(n).store(gl.max(gl.max(s.reshape((16, BLOCK // (8 * W), W, 8)), 3), 1))  # of own keys
-        all = all + (s,)  # noqa: RUF005
+        all = all + (gl.where(seen, s, float("-inf")),)  # noqa: RUF005
+    for n in gl.static_range(WIDE):
+        maxima[n].store(gl.max(gl.max(gl.reshape(all[n], (16, BLOCK // (8 * W), W, 8)), 3), 1))  # of own keys
     return all
 
 
-@gluon.jit(do_not_specialize=["T", "R", "N", "chunks", "limit"])
-def few_kernel(
-    q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, m_part_ptr, sum_part_ptr, acc_part_ptr, arrived_ptr,
-    sink_ptr, c, T, R, N, chunks, limit, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, S: gl.constexpr,
-    GP: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr, PARTS: gl.constexpr,
-    WINDOW: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr, MERGED: gl.constexpr, MAXIMA: gl.constexpr,
-    PDL: gl.constexpr,
+@gluon.jit
+def attend(
+    q_ptr, q_start_ptr, kv_len_ptr, o_ptr, m_part_ptr, sum_part_ptr, acc_part_ptr, arrived_ptr, sink_ptr, k_ring,
+    v_ring, q_tile, weights, maxima, totals, k_full, v_full, empty, c, chunks, limit, H: gl.constexpr, G: gl.constexpr,
+    K: gl.constexpr, GP: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr,
+    MERGED: gl.constexpr, MAXIMA: gl.constexpr, TOTALS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `rows_kernel` of attention_kernels.py: a row's chunks split, split + splits, ...; the last merges.
-    Of PARTS programs each takes its columns of the values, and all keys."""
+    """The warps that compute: a row's chunks split, split + splits, ...; the last program merges."""
     W: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     SUM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUM, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SUM)
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [W, 1], [1, 0])
     ALL: gl.constexpr = WIDE * BLOCK
-    PIECES: gl.constexpr = ALL // PIECE
     BQ: gl.constexpr = 16 // GP
     J: gl.constexpr = H // G
     KV: gl.constexpr = K // PARTS
@@ -124,31 +117,20 @@ def few_kernel(
     r = gl.program_id(1)
     split = gl.program_id(2)
     splits = gl.num_programs(2)
-    keys = gl.allocate_shared_memory(DTYPE, [ALL, K], SWIZZLED)
-    values = gl.allocate_shared_memory(DTYPE, [ALL, KV], SWIZZLED)
-    weights = gl.allocate_shared_memory(DTYPE, [WIDE, 16, BLOCK], SWIZZLED)
-    maxima = gl.allocate_shared_memory(gl.float32, [WIDE, 16, W], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    begin(PDL)
-    wait(PDL)
     start = gl.load(q_start_ptr + r)
-    end = gl.load(q_start_ptr + r + 1)
+    tokens = gl.load(q_start_ptr + r + 1) - start
     kv_len = gl.load(kv_len_ptr + r)
-    table = table_ptr + r.to(gl.int64) * N
-    pages = pages_of(table, split * CHUNK, N * S, S, PIECES)  # of the first keys, before it is known how many there are
-    tokens = end - start
     none = gl.zeros([16, BLOCK], gl.float32, SUM)
     i = gl.arange(0, 16, layout=BY_ROW)
     d = column + gl.arange(0, KV, layout=gl.SliceLayout(0, SUM))
-    k_ptr += g * K
-    v_ptr += g * K + column
+    n = 0
+    wait(PDL)
     if (tokens <= limit) | (limit == 0):
         for first in range(0, tokens, BQ):
             front = kv_len - tokens + first
             seen = gl.minimum(kv_len, front + BQ)
             count = gl.cdiv(seen, CHUNK)
-            begin_chunk = 0
-            if WINDOW:
-                begin_chunk = gl.maximum(front + 1 - WINDOW, 0) // CHUNK
+            begin_chunk = first_chunk(front, CHUNK, WINDOW)
             if begin_chunk + split < count:
                 iq = gl.arange(0, 16, layout=gl.SliceLayout(1, LINES))
                 dq = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
@@ -156,6 +138,9 @@ def few_kernel(
                 line_q = (start + first + iq // GP).to(gl.int64) * H + g * J + iq % GP
                 q = gl.load(q_ptr + line_q[:, None] * K + dq[None, :], mask=real_q[:, None] & (dq < K)[None, :],
                             other=0.0)  # fmt: skip
+                q_tile.store(q)
+                gl.thread_barrier()
+                q_left = q_tile.load(LEFT)
                 position = front + i // GP
                 real = (first + i // GP < tokens) & (i % GP < J)
                 head = g * J + gl.minimum(i % GP, J - 1)
@@ -167,46 +152,42 @@ def few_kernel(
                 sum = gl.full([16], -0.0, gl.float32, BY_ROW)
                 acc = gl.full([16, KV], -0.0, gl.float32, SUM)
                 for chunk in range(begin_chunk + split, count, splits):
-                    low = chunk * CHUNK
-                    high = gl.minimum(low + CHUNK, seen)
-                    if WINDOW:
-                        low += gl.maximum(front + 1 - WINDOW - low, 0) // BLOCK * BLOCK
-                    if (low != split * CHUNK) | (first > 0):
-                        pages = pages_of(table, low, high, S, PIECES)
-                    gl.thread_barrier()  # nobody reads what was there before
-                    copy(k_ptr, pages, low, high, keys, G * K, K, S, PIECES)
-                    copy(v_ptr, pages, low, high, values, G * K, KV, S, PIECES)
-                    q_left = gl.convert_layout(q, LEFT)
+                    low, high = span(chunk, front, seen, CHUNK, BLOCK, WINDOW)
                     m2 = gl.full([16], float("-inf"), gl.float32, BY_ROW)
                     sums = gl.zeros([16, SUMS], gl.float32, SUM)
                     acc2 = gl.zeros([16, KV], gl.float32, SUM)
                     for at in range(low, high, ALL):
-                        pages = pages_of(table, at + ALL, high, S, PIECES)
-                        async_copy.wait_group(1)
-                        gl.thread_barrier()  # keys are there
-                        found = scores(q_left, keys, maxima, at, high, position, SUM, RIGHT, BLOCK, WIDE, WINDOW)
-                        gl.thread_barrier()  # maxima are there, and keys are in registers
-                        copy(k_ptr, pages, at + ALL, high, keys, G * K, K, S, PIECES)
+                        slot = n % STAGES
+                        mbarrier.wait(k_full.index(slot), (n // STAGES) & 1)
+                        found = scores(q_left, k_ring, slot * WIDE, maxima, at, high, position, SUM, RIGHT, BLOCK, WIDE,
+                                       WINDOW)  # fmt: skip
+                        gl.thread_barrier()  # maxima are there, and keys and values of before are in registers
+                        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=n > 0)
                         alphas = ()
-                        for n in gl.static_range(WIDE):
-                            top = gl.max(maxima.index(n).load(MAXIMA), 1)
+                        for b in gl.static_range(WIDE):
+                            top = gl.max(maxima[b].load(MAXIMA), 1)
                             m_new = gl.maximum(m2, gl.convert_layout(top, BY_ROW, assert_trivial=True))
                             safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-                            p = gl.exp2(gl.fma(found[n], c + none, (safe * -c)[:, None] + none))
+                            p = gl.exp2(gl.fma(found[b], c + none, (safe * -c)[:, None] + none))
                             alpha = gl.exp2((m2 - safe) * c)
                             m2 = m_new
-                            weights.index(n).store(p.to(DTYPE))
+                            weights[b].store(p.to(DTYPE))
                             later = gl.convert_layout(halved(p, BLOCK, SUMS), SUM, assert_trivial=True)
                             sums = gl.fma(sums, alpha[:, None] + gl.zeros_like(sums), later)
                             alphas = alphas + (alpha[:, None],)  # noqa: RUF005
-                        async_copy.wait_group(1)
-                        gl.thread_barrier()  # values and weights are there
-                        for n in gl.static_range(WIDE):
-                            block = values.slice(n * BLOCK, BLOCK).load(RIGHT)
-                            acc2 = mma_v2(weights.index(n).load(LEFT), block, acc2 * alphas[n])
-                        gl.thread_barrier()  # values are in registers
-                        copy(v_ptr, pages, at + ALL, high, values, G * K, KV, S, PIECES)
-                    sum2 = gl.convert_layout(gl.sum(halved(sums, SUMS, 2), 1), BY_ROW)
+                        gl.thread_barrier()  # weights are there
+                        mbarrier.wait(v_full.index(slot), (n // STAGES) & 1)
+                        for b in gl.static_range(WIDE):
+                            block = v_ring.index(slot * WIDE + b).load(RIGHT)
+                            if at + ALL > high:  # whatever unowned slots hold: 0 * NaN would be NaN
+                                key = at + b * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, RIGHT))
+                                block = gl.where((key < high)[:, None], block, 0.0)
+                            acc2 = mma_v2(weights[b].load(LEFT), block, acc2 * alphas[b])
+                        n += 1
+                    totals.store(sums)
+                    gl.thread_barrier()
+                    sum2 = gl.sum(halved(totals.load(TOTALS), SUMS, 2), 1)
+                    sum2 = gl.convert_layout(sum2, BY_ROW, assert_trivial=True)
                     if SPLIT and count - begin_chunk > 1:
                         gl.store(m_part_ptr + part + chunk, m2, mask=real)
                         gl.store(sum_part_ptr + part + chunk, sum2, mask=real)
@@ -225,9 +206,49 @@ def few_kernel(
                                      column, H, J, K, KV, GP, MERGED, WINDOW, SINKS)  # fmt: skip
                 else:
                     store_rows(m, sum, acc, sink_ptr, head, o_ptr, out, real, c, SINKS)
-    if (limit == 0) & (split == 0) & (column == 0):
-        for t in range(gl.load(q_start_ptr + R) + r, T, R):
-            j = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [W], [0]))
+
+
+@gluon.jit(do_not_specialize=["T", "R", "N", "chunks", "limit"])
+def few_kernel(
+    q_ptr, k_desc, v_desc, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, m_part_ptr, sum_part_ptr, acc_part_ptr,
+    arrived_ptr, sink_ptr, c, T, R, N, chunks, limit, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr,
+    S: gl.constexpr, GP: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr,
+    MERGED: gl.constexpr, MAXIMA: gl.constexpr, TOTALS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As `rows_kernel` of attention_kernels.py. Of PARTS programs each takes its columns of the values, and all
+    keys."""
+    DTYPE: gl.constexpr = k_desc.dtype
+    J: gl.constexpr = H // G
+    k_ring = gl.allocate_shared_memory(DTYPE, [STAGES * WIDE, BLOCK, K], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(DTYPE, [STAGES * WIDE, BLOCK, K // PARTS], v_desc.layout)
+    q_tile = gl.allocate_shared_memory(DTYPE, [16, K], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    totals = gl.allocate_shared_memory(gl.float32, [16, SUMS], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+    weights = ()
+    maxima = ()
+    for _ in gl.static_range(WIDE):
+        weights = weights + (gl.allocate_shared_memory(DTYPE, [16, BLOCK], q_tile.layout),)  # noqa: RUF005
+        own = gl.allocate_shared_memory(gl.float32, [16, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        maxima = maxima + (own,)  # noqa: RUF005
+    k_full, empty = barriers(STAGES, WIDE * BLOCK // BOX, 1)
+    v_full, _ = barriers(STAGES, WIDE * BLOCK // BOX, 1)
+    fence_async_shared()
+    begin(PDL)
+    gl.warp_specialize(
+        [
+            (attend, (q_ptr, q_start_ptr, kv_len_ptr, o_ptr, m_part_ptr, sum_part_ptr, acc_part_ptr, arrived_ptr,
+                      sink_ptr, k_ring, v_ring, q_tile, weights, maxima, totals, k_full, v_full, empty, c, chunks,
+                      limit, H, G, K, GP, CHUNK, BLOCK, WIDE, PARTS, STAGES, WINDOW, SINKS, SPLIT, MERGED, MAXIMA,
+                      TOTALS, PDL)),
+            (copy_rows, (k_desc, v_desc, q_start_ptr, kv_len_ptr, table_ptr, k_ring, v_ring, k_full, v_full, empty, N,
+                         limit, K, S, GP, CHUNK, BLOCK, WIDE, PARTS, STAGES, WINDOW, PDL)),
+        ],
+        [1], [48],
+    )  # fmt: skip
+    if (limit == 0) & (gl.program_id(2) == 0) & (gl.program_id(0) % PARTS == 0):
+        first = gl.program_id(0) // PARTS * J
+        for t in range(gl.load(q_start_ptr + R) + gl.program_id(1), T, R):
+            j = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [4], [0]))
             for low in range(0, J * K, 64):
                 zeros = gl.zeros_like(j).to(DTYPE)
-                gl.store(o_ptr + ((t + j * 0).to(gl.int64) * H + g * J) * K + j + low, zeros)
+                gl.store(o_ptr + ((t + j * 0).to(gl.int64) * H + first) * K + j + low, zeros)
