@@ -16,7 +16,7 @@ from fengine.ops.ahead import launcher
 from fengine.ops.attention_few_copies import BOX, copy_rows, first_chunk, span
 from fengine.ops.attention_hopper import halved
 from fengine.ops.attention_kernels import SUMS
-from fengine.ops.attention_merge_hopper import merge, merge_stored, store_rows
+from fengine.ops.attention_merge_hopper import merge, merge_stored, sinks_of, store_rows
 from fengine.ops.registration import (
     barriers,
     begin,
@@ -123,6 +123,7 @@ def attend(
     none = gl.zeros([16, BLOCK], gl.float32, SUM)
     i = gl.arange(0, 16, layout=BY_ROW)
     d = column + gl.arange(0, KV, layout=gl.SliceLayout(0, SUM))
+    sink = sinks_of(sink_ptr, g * J + gl.minimum(i % GP, J - 1), SINKS)
     n = 0
     wait(PDL)
     if (tokens <= limit) | (limit == 0):
@@ -143,7 +144,6 @@ def attend(
                 q_left = q_tile.load(LEFT)
                 position = front + i // GP
                 real = (first + i // GP < tokens) & (i % GP < J)
-                head = g * J + gl.minimum(i % GP, J - 1)
                 line = (start + first + i // GP).to(gl.int64) * H + g * J + i % GP
                 out = line[:, None] * K + d[None, :]
                 home = gl.where(limit == 0, start + first, r * BQ)
@@ -205,7 +205,7 @@ def attend(
                                      g * J, tokens - first, sink_ptr, o_ptr, (start + first).to(gl.int64), chunks, c,
                                      column, H, J, K, KV, GP, MERGED, WINDOW, SINKS)  # fmt: skip
                 else:
-                    store_rows(m, sum, acc, sink_ptr, head, o_ptr, out, real, c, SINKS)
+                    store_rows(m, sum, acc, sink, o_ptr, out, real, c, SINKS)
 
 
 @gluon.jit(do_not_specialize=["T", "R", "N", "chunks", "limit"])

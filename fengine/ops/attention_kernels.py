@@ -188,10 +188,10 @@ def rows_kernel(
     r = tl.program_id(1)
     split = tl.program_id(2)
     begin(PDL)
-    wait(PDL)
     start = tl.load(q_start_ptr + r)
     tokens = tl.load(q_start_ptr + r + 1) - start
     kv_len = tl.load(kv_len_ptr + r)
+    wait(PDL)
     i = tl.arange(0, BM)
     d = tl.arange(0, KP)
     table = table_ptr + r.to(tl.int64) * N

@@ -117,7 +117,7 @@ def at_once(q_THK: Tensor, k_PSGK: Tensor, rows: int, splits: int, bounds: Bound
     known = bounds.causal and not bounds.cap and not bounds.reach
     if rows * k_PSGK.shape[2] > AT_ONCE or not known or not attention_few_hopper.usable(q_THK, k_PSGK):
         return []
-    return [Rows(16, 4, 0, splits, at_once=128 // block_of(q_THK.shape[2]), parts=q_THK.shape[2] // 64)]
+    return [Rows(16, 4, 0, splits, at_once=2 if q_THK.shape[2] == 128 else 1, parts=q_THK.shape[2] // 64)]
 
 
 def schedules(

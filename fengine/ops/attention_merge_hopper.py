@@ -23,10 +23,19 @@ def merge(m, sum, acc, m2, sum2, acc2, c, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(m, sum, acc, sink_ptr, head, o_ptr, at, real, c, SINKS: gl.constexpr):
+def sinks_of(sink_ptr, head, SINKS: gl.constexpr):
+    """The sinks of heads, if there are any: read early, as they are weights."""
+    sink = head
+    if SINKS:
+        sink = gl.load(sink_ptr + head)
+    return sink
+
+
+@gluon.jit
+def store_rows(m, sum, acc, sink, o_ptr, at, real, c, SINKS: gl.constexpr):
     """As `store_rows` of attention_kernels.py."""
     if SINKS:
-        sink = gl.load(sink_ptr + head).to(gl.float32) * 1.4426950408889634
+        sink = sink.to(gl.float32) * 1.4426950408889634
         top = gl.maximum(m * c, sink)
         kept = gl.exp2(gl.fma(m, c + gl.zeros_like(m), -top))
         sum = gl.fma(sum, kept, gl.exp2(sink - top))
@@ -43,7 +52,7 @@ def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, home, begin_chunk, coun
     i = gl.arange(0, 16, layout=gl.SliceLayout(1, LINES))
     d = column + gl.arange(0, KV, layout=gl.SliceLayout(0, LINES))
     real = (i // GP < tokens) & (i % GP < J)
-    head = first_head + gl.minimum(i % GP, J - 1)
+    sink = sinks_of(sink_ptr, first_head + gl.minimum(i % GP, J - 1), SINKS)
     row = (i // GP).to(gl.int64) * H + first_head + i % GP
     part = (home * H + row) * chunks
     m = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, LINES))
@@ -58,4 +67,4 @@ def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, home, begin_chunk, coun
             acc2 = gl.load(acc_part_ptr + at[:, None] * K + d[None, :], mask=more[:, None], other=0.0,
                            cache_modifier=".cg")  # fmt: skip
             m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
-    store_rows(m, sum, acc, sink_ptr, head, o_ptr, (line * H + row)[:, None] * K + d[None, :], real, c, SINKS)
+    store_rows(m, sum, acc, sink, o_ptr, (line * H + row)[:, None] * K + d[None, :], real, c, SINKS)

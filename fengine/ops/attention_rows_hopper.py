@@ -216,7 +216,7 @@ def rows_kernel(
                     acc2 = gl.join(even, odd).reshape((16, K))
                     if SPLIT:
                         if count == 1:
-                            store_rows(m_end, sum2, acc2, o_ptr, 0, o_ptr, out, real, c, False)
+                            store_rows(m_end, sum2, acc2, 0, o_ptr, out, real, c, False)
                         else:
                             gl.store(m_part_ptr + part + chunk, m_end, mask=real)
                             gl.store(sum_part_ptr + part + chunk, sum2, mask=real)
@@ -235,7 +235,7 @@ def rows_kernel(
                                          tokens - first, o_ptr, o_ptr, (start + first).to(gl.int64), chunks, c, 0, H, J,
                                          K, K, GP, MERGED, 0, False)  # fmt: skip
                 else:
-                    store_rows(m, sum, acc, o_ptr, 0, o_ptr, out, real, c, False)
+                    store_rows(m, sum, acc, 0, o_ptr, out, real, c, False)
     if (limit == 0) & (split == 0):
         for t in range(gl.load(q_start_ptr + R) + r, T, R):
             j = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [W], [0]))

@@ -125,6 +125,11 @@ def multiply(bias_ptr, y_ptr, x_ring, w_ring, full, empty, M, N, K, BIAS: gl.con
     DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     weights = w_ring._reinterpret(w_ring.dtype, [STAGES * CHUNKS, 64, BK], W)
     acc = gl.zeros([64, BM], gl.float32, SUMS)
+    col = gl.program_id(0) * OUTPUTS
+    if BIAS:
+        i = gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
+        own = i % HALF
+        bias = gl.load(bias_ptr + i // HALF * N + col + own, mask=(own < OUTPUTS) & (col + own < N), other=0.0)
     gdc_wait()
     for n in range(0, gl.cdiv(K, BK * CHUNKS)):
         mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
@@ -135,11 +140,7 @@ def multiply(bias_ptr, y_ptr, x_ring, w_ring, full, empty, M, N, K, BIAS: gl.con
         if n > 0:
             mbarrier.arrive(empty.index((n - 1) % STAGES))
     acc = warpgroup_mma_wait(0, deps=[acc])
-    col = gl.program_id(0) * OUTPUTS
     if BIAS:
-        i = gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
-        own = i % HALF
-        bias = gl.load(bias_ptr + i // HALF * N + col + own, mask=(own < OUTPUTS) & (col + own < N), other=0.0)
         acc += bias.to(gl.float32)[:, None]
     if GATED:
         pairs = acc.to(DTYPE).reshape((2, HALF, BM)).permute((2, 1, 0))

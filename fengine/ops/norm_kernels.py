@@ -76,7 +76,7 @@ def run(
         y_TD, scale_TG = e4m3.room(sum_TD, width, group)
         group = block if group >= width else group
     options = dependent_launch(x_TD.device.index)
-    if index_T is not None:  # a step's first kernel begins when all in front has ended: attention_few_hopper.py
+    if index_T is not None:  # the first kernel of a pass is none that overlaps: see `begin`
         options = {"PDL": options["PDL"]}
     if tokens:
         launcher(rms_norm_kernel, (tokens,))(

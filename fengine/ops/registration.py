@@ -122,7 +122,8 @@ NEVER, EARLY, MIDDLE, LATE = 0, 1, 2, 3
 @triton.jit
 def begin(PDL: tl.constexpr):
     """First words of a kernel that may start before the one in front of it has ended. Until `wait` it reads weights
-    only."""
+    only, and in a layer what a pass is given: positions, slots, lengths, page tables. For the first kernel of a pass,
+    rows_rms_norm, begins when all in front of the pass has ended."""
     if PDL == 1:
         gdc_launch_dependents()
 

@@ -45,14 +45,14 @@ def rope_kv_write_kernel(
         w2 = tl.load(q_norm_ptr + K // 2 + d[None, :], mask=is_q, other=0.0).to(tl.float32)
         w1 += tl.load(k_norm_ptr + d[None, :], mask=is_k, other=0.0).to(tl.float32)
         w2 += tl.load(k_norm_ptr + K // 2 + d[None, :], mask=is_k, other=0.0).to(tl.float32)
-    wait(PDL)
     pos = tl.load(pos_ptr + token, mask=here, other=0).to(tl.int64)
     slot = tl.load(slot_ptr + token, mask=here, other=0).to(tl.int64)
-    raw1 = tl.load(row + at, mask=inside, other=0.0)
-    raw2 = tl.load(row + at + K // 2, mask=inside, other=0.0)
     angle = rope_ptr + (pos * K)[:, None] + d[None, :]
     cos = tl.load(angle, mask=turned, other=0.0)
     sin = tl.load(angle + K // 2, mask=turned, other=0.0)
+    wait(PDL)
+    raw1 = tl.load(row + at, mask=inside, other=0.0)
+    raw2 = tl.load(row + at + K // 2, mask=inside, other=0.0)
     x1 = raw1.to(tl.float32)
     x2 = raw2.to(tl.float32)
     if NORM:

@@ -155,22 +155,31 @@ def part_of(w_ring, x_ring, full, empty, part, n, WHO: gl.constexpr, GROUPS: gl.
 
 
 @gluon.jit
-def finish(acc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, row, col, M, N, BIAS: gl.constexpr, GATED: gl.constexpr,
-           ACT: gl.constexpr, BM: gl.constexpr, OUTPUTS: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
-    """Stores sums [64, BM], or the gated products of their first half and their second."""
-    WIDTH: gl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUTPUTS, OUTPUTS // 8], [4, 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8, 2], [256 // OUTPUTS, OUTPUTS // 8, 1], [4, 1, 1], [2, 1, 0])
-    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
+def beside(x_scale_ptr, scale_ptr, bias_ptr, row, col, M, N, BIAS: gl.constexpr, BM: gl.constexpr, WIDTH: gl.constexpr,
+           OUTPUTS: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
+    """What a tile's sums meet: scales of its outputs and of its rows, and biases."""
     i = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, SUMS))
     there = col + i % OUTPUTS < N
     i = col + i % OUTPUTS + i // OUTPUTS * N
     j = row + gl.arange(0, BM, layout=gl.SliceLayout(0, SUMS))
     of_w = gl.load(scale_ptr + i, mask=there, other=0.0)
     of_x = gl.load(x_scale_ptr + j, mask=j < M, other=0.0)
+    bias = of_w
+    if BIAS:
+        bias = gl.load(bias_ptr + i, mask=there, other=0.0)
+    return of_w, of_x, bias
+
+
+@gluon.jit
+def finish(acc, of_w, of_x, bias, y_ptr, row, col, M, N, BIAS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr,
+           BM: gl.constexpr, OUTPUTS: gl.constexpr):  # fmt: skip
+    """Stores sums [64, BM], or the gated products of their first half and their second."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUTPUTS, OUTPUTS // 8], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8, 2], [256 // OUTPUTS, OUTPUTS // 8, 1], [4, 1, 1], [2, 1, 0])
+    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     acc *= of_x[None, :] * of_w[:, None]
     if BIAS:
-        acc += gl.load(bias_ptr + i, mask=there, other=0.0).to(gl.float32)[:, None]
+        acc += bias.to(gl.float32)[:, None]
     if GATED:
         pairs = acc.to(DTYPE).reshape((2, OUTPUTS, BM)).permute((2, 1, 0))
         gate, up = gl.convert_layout(pairs, PAIRS).split()
@@ -200,6 +209,8 @@ def multiply(x_scale_ptr, scale_ptr, bias_ptr, y_ptr, WHO: gl.constexpr, x_ring,
         row, col = place(tile, M, N, BM, OUTPUTS * GROUPS, WALK)
         col += WHO * OUTPUTS
         acc = gl.zeros([WIDTH, BM], gl.float32, SUMS)
+        if BM <= 32:  # asked for now; many rows have no registers for it
+            of_w, of_x, bias = beside(x_scale_ptr, scale_ptr, bias_ptr, row, col, M, N, BIAS, BM, WIDTH, OUTPUTS, SUMS)
         for _ in range(0, gl.cdiv(K, 2 * STEP)):
             if GROUPS == 3:
                 for piece in gl.static_range(2):
@@ -215,7 +226,9 @@ def multiply(x_scale_ptr, scale_ptr, bias_ptr, y_ptr, WHO: gl.constexpr, x_ring,
                 mbarrier.arrive(empty.index((n + 1) % STAGES))
                 acc += b
             n += 2
-        finish(acc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, row, col, M, N, BIAS, GATED, ACT, BM, OUTPUTS, SUMS)
+        if BM > 32:
+            of_w, of_x, bias = beside(x_scale_ptr, scale_ptr, bias_ptr, row, col, M, N, BIAS, BM, WIDTH, OUTPUTS, SUMS)
+        finish(acc, of_w, of_x, bias, y_ptr, row, col, M, N, BIAS, GATED, ACT, BM, OUTPUTS)
 
 
 @gluon.jit(do_not_specialize=["M"])
