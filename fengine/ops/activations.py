@@ -165,8 +165,9 @@ _e4m3_op = register(
     lambda x, act, group: e4m3.fake(x, x.shape[1] // 2, group),
 )  # fmt: skip
 _alone_op = register(
-    "activate(Tensor x, int act) -> Tensor", *(partial(form, gated=False) for form in (launch, on_cpu, fake))
-)
+    "activate(Tensor x, int act) -> Tensor", partial(launch, gated=False), partial(on_cpu, gated=False),
+    partial(fake, gated=False),
+)  # fmt: skip
 
 
 def silu_mul(x_T2F: Tensor, act: str = "silu", group: int = 0) -> Any:
