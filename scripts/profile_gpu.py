@@ -38,7 +38,7 @@ OPS = (  # the first that matches a kernel's name
     ("exchange between ranks", r"nccl|^(exchange|ready|arrived)_kernel|PtoP"),
     ("linear, cuBLAS", r"nvjet|cublas|gemm|gemv|cutlass|splitk|xmma"),
     ("attention, few tokens a row", r"^(rows|few)_kernel"),
-    ("attention, many", r"^(tiles|table|persistent|whole|window)_kernel"),
+    ("attention, many", r"^(tiles|rest|table|persistent|whole|window)_kernel"),
     ("rope and KV write", r"rope|kv_write"),
     ("norm", r"norm"),
     ("activation", r"^(activate|soft_cap)_kernel"),

@@ -1,4 +1,4 @@
-"""Attention of many tokens a row on NVIDIA Hopper: `tiles_kernel` of attention_kernels.py, with its warps specialised.
+"""Attention of many tokens a row on NVIDIA Hopper: `tiles_kernel` of attention_many.py, with its warps specialised.
 
 A program stays and takes tile after tile, always the next one that nobody has: tiles take unequal time. One warp copies
 queries, keys and values (TMA) into rings in shared memory, ahead over the borders of tiles; two groups of four warps

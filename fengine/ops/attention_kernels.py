@@ -1,10 +1,10 @@
-"""Triton kernels of attention: `rows_kernel` for rows of few tokens (decode), `tiles_kernel` for many (prefill).
+"""Triton kernel of attention of rows of few tokens (decode), and what it shares with that of many, attention_many.py.
 
 Both compute the reduction tree that attention.py states; its constants come in as CHUNK and BLOCK.
 """
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.attention_tiles import fetch, find_tile, limits, powers, reach
+from fengine.ops.attention_tiles import fetch, limits, powers, reach
 from fengine.ops.fp8_kernels import from_e4m3
 from fengine.ops.registration import begin, tl, triton, wait
 
@@ -249,51 +249,3 @@ def rows_kernel(
             at = ((t + j * 0).to(tl.int64) * H + g * J + j)[:, None] * K + d[None, :]
             zero = tl.zeros((GP, KP), o_ptr.dtype.element_ty)
             tl.store(o_ptr + at, zero, mask=(j < J)[:, None] & (d < K)[None, :])
-
-
-@triton.jit(do_not_specialize=["T", "R", "N", "limit"])
-def tiles_kernel(
-    q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, sink_ptr, last_ptr, c, T, R, N, limit,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, GP: tl.constexpr,
-    BM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr,
-    SHORT: tl.constexpr,
-):  # fmt: skip
-    """BM // GP tokens of a row of more than `limit` tokens, with all query heads of one kv head; zeros behind."""
-    BQ: tl.constexpr = BM // GP
-    J: tl.constexpr = H // G
-    HEAD: tl.constexpr = S * K if FEW else K
-    STRIDE: tl.constexpr = K if FEW else G * K
-    g = tl.program_id(1)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see the most keys: first out
-    r, first = find_tile(q_start_ptr, tile, R, T, limit, BQ, 512)
-    if r <= R:
-        start = tl.load(q_start_ptr + r)
-        tokens = tl.load(q_start_ptr + r + 1, mask=r < R, other=T) - start
-        i = tl.arange(0, BM)
-        d = tl.arange(0, KP)
-        line = (start + first + i // GP).to(tl.int64) * H + g * J + i % GP
-        mask = ((first + i // GP < tokens) & (i % GP < J))[:, None] & (d < K)[None, :]
-        if r < R:
-            kv_len = tl.load(kv_len_ptr + r)
-            head = g * J + tl.minimum(i % GP, J - 1)
-            front = kv_len - tokens + first
-            back = tl.minimum(kv_len, front + BQ)
-            position = front + i // GP
-            begin_chunk = tl.maximum(front + 1 - WINDOW, 0) // CHUNK if WINDOW else 0
-            seen, seen_by_all = limits(front, back, kv_len, CAUSAL, WINDOW)
-            last = position
-            if REACH:
-                last, seen, seen_by_all = reach(last_ptr + start + first, tokens - first, position, i // GP)
-            q = tl.load(q_ptr + line[:, None] * K + d[None, :], mask=mask, other=0.0)
-            table = table_ptr + r.to(tl.int64) * N
-            m, sum, acc = nothing(BM, KP)
-            for low in tl.range(begin_chunk * CHUNK, seen, CHUNK):
-                m2, sum2, acc2 = attend_chunk(q, low, seen, seen_by_all, front, back, kv_len, position, last, table,
-                                              k_ptr + g * HEAD, v_ptr + g * HEAD, c, g, S, STRIDE, K, KP, BM, CHUNK,
-                                              BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW, SHORT)  # fmt: skip
-                m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
-            store_rows(m, sum, acc, sink_ptr, head, o_ptr, line, mask, c, K, KP, SINKS)
-        else:
-            zero = tl.zeros((BM, KP), o_ptr.dtype.element_ty)
-            tl.store(o_ptr + line[:, None] * K + d[None, :], zero, mask=mask)

@@ -8,10 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import attention_few_hopper, attention_hopper, attention_rows_hopper, attention_whole_hopper, kv_fp8
+from fengine.ops import (
+    attention_few_hopper,
+    attention_hopper,
+    attention_many,
+    attention_rows_hopper,
+    attention_whole_hopper,
+    kv_fp8,
+)
 from fengine.ops.ahead import launcher
-from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
-from fengine.ops.kv_fp8_whole import copies
+from fengine.ops.attention_kernels import rows_kernel
+from fengine.ops.kv_fp8_whole import MOST, copies
 from fengine.ops.proof import proved, same_bits
 from fengine.ops.registration import EARLY, MIDDLE, dependent_launch, multiprocessors, plain, shared_memory, triton
 
@@ -172,8 +179,8 @@ class Paged(NamedTuple):
     last_T: Tensor | None = None
 
 
-def run(call: Paged, scale: float, s: Schedule, bounds: Bounds = CAUSAL) -> Tensor:
-    """Runs the kernels under `s`. A split that would take too much workspace is not made."""
+def run(call: Paged, scale: float, s: Schedule, bounds: Bounds = CAUSAL, most: int = MOST) -> Tensor:
+    """Runs the kernels under `s`. A split that would take too much workspace is not made; `most`: bytes of copies."""
     o_THK = torch.empty_like(call.q_THK)
     limit = 0 if s.tiles is None else s.rows.tile // padded_heads(call.q_THK, call.k_PSGK)
     c = (1.0 if bounds.cap else scale) * math.log2(math.e)
@@ -182,10 +189,11 @@ def run(call: Paged, scale: float, s: Schedule, bounds: Bounds = CAUSAL) -> Tens
     if s.tiles is not None and s.tiles.hopper:
         block, kernel = block_of(o_THK.shape[2]), attention_hopper if bounds.causal else attention_whole_hopper
         more: Any = (bounds.window, call.sinks_H) if bounds.causal else ()
-        for k, v, table in copies(*call[:6], limit):
-            kernel.launch(call.q_THK, k, v, *call[3:5], table, o_THK, c, limit, CHUNK, block, *more)
-    elif s.tiles is not None:
-        _run_tiles(call, o_THK, s.tiles, c, limit, bound)
+        k, v, table = copies(*call[:6], limit, most)
+        kernel.launch(call.q_THK, k, v, *call[3:5], table, o_THK, c, limit, CHUNK, block, *more)
+    if s.tiles is not None and (not s.tiles.hopper or kv_fp8.is_few(call.k_PSGK)):
+        tiles = plain_tiles(call.q_THK, call.k_PSGK, bounds) if s.tiles.hopper else s.tiles
+        attention_many.launch(call, o_THK, c, limit, _shape(call, tiles.tile), bound, tiles, most * s.tiles.hopper)
     return o_THK
 
 
@@ -221,16 +229,6 @@ def _run_rows(call: Paged, o_THK: Tensor, s: Rows, c: float, limit: int, bound: 
         *call[:6], o_THK, *parts, arrived, *call[6:], c, tokens, rows, table_width, chunks, limit,
         *_shape(call, s.tile), splits > 1, MERGE_AHEAD, *bound, s.short, num_warps=s.warps, num_stages=s.stages,
         **dependent_launch(q_THK.device.index, trigger),
-    )  # fmt: skip
-
-
-def _run_tiles(call: Paged, o_THK: Tensor, s: Tiles, c: float, limit: int, bound: tuple[float, ...]) -> None:
-    """Rows of more than `limit` tokens, and zeros behind the last row. Modifies: o_THK."""
-    tokens, (rows, table_width) = len(call.q_THK), call.page_table_RN.shape
-    per_tile, groups = s.tile // padded_heads(call.q_THK, call.k_PSGK), call.k_PSGK.shape[2]
-    launcher(tiles_kernel, (tokens // per_tile + min(rows, tokens // (limit + 1)) + 1, groups))(
-        *call[:6], o_THK, *call[6:], c, tokens, rows, table_width, limit, *_shape(call, s.tile), *bound,
-        s.short, num_warps=s.warps, num_stages=s.stages,
     )  # fmt: skip
 
 
@@ -277,7 +275,7 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
     run_as = partial(run, call, width**-0.5, bounds=bounds)
     want = run(call._replace(k_PSGK=k, v_PSGK=v), width**-0.5, reference_schedule(q, k), bounds)
     same = bool(want.isfinite().all()) and same_bits(want, lambda: run_as(s), True)
-    return same and torch.equal(want, run_as(s))  # again: the counters are back at zero
+    return same and torch.equal(want, run_as(s, most=1))  # again: the counters are back at zero
 
 
 def launch(

@@ -1,11 +1,9 @@
 """Keys and values in FP8 for a kernel that reads no codes: copies of what rows of many tokens see, in q's dtype.
 
-How much that is, the device alone knows. So memory is bounded, and there are as many turns as the most could take: each
-decodes the rows whose first page is among its own, and in the tables of the others stands -1.
+How much that is, the device alone knows. So memory is bounded: rows are decoded one after another while there is room
+for one's first page. In the tables of the others stands -1: `rest_kernel` of attention_many.py, slower, reads codes.
 """
 # pyright: reportInvalidTypeForm=false
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,29 +13,31 @@ from fengine.ops.ahead import launcher
 from fengine.ops.fp8_kernels import from_e4m3, power_of_two
 from fengine.ops.registration import multiprocessors, tl, triton
 
-MOST = 1 << 30  # bytes of a turn, unless the longest row takes more
+MOST = 1 << 30  # bytes of keys and values, and of the last row what is behind them
 LINES = 128  # heads that a program decodes at once
 
 
+def room_of(q_THK: Tensor, k_PSGK: Tensor, most: int) -> int:
+    """Pages in `most` bytes, or the first one. Pure."""
+    return max(most // (4 * k_PSGK.shape[1] * k_PSGK.shape[2] * q_THK.shape[2]), 1)
+
+
 def copies(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-           limit: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Keys, values and page table of each turn, for rows of more than `limit` tokens; of one, where pages hold numbers
-    as they are. The memory is that of the turn before."""
+           limit: int, most: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Keys, values and page table for rows of more than `limit` tokens; those given, where pages hold numbers."""
     if not kv_fp8.is_few(k_PSGK):
-        yield k_PSGK, v_PSGK, page_table_RN
-        return
+        return k_PSGK, v_PSGK, page_table_RN
     (size, groups), width, (rows, table_width) = k_PSGK.shape[1:3], q_THK.shape[2], page_table_RN.shape
-    most = max(1, min(rows, len(q_THK) // (limit + 1))) * table_width
-    step = max(MOST // (4 * size * groups * width), table_width)
-    k, v = (q_THK.new_empty((min(most, step + table_width), size, groups, width)) for _ in "kv")
+    room = room_of(q_THK, k_PSGK, most)
+    pages = min(max(1, min(rows, len(q_THK) // (limit + 1))) * table_width, room + table_width)
+    k, v = (q_THK.new_empty((pages, size, groups, width)) for _ in "kv")
     parts = triton.cdiv(size * groups, LINES)
-    for low in range(0, most, step):
-        table = torch.full_like(page_table_RN, -1)
-        launcher(whole_kernel, (parts * triton.cdiv(8 * multiprocessors(q_THK.device.index), parts),))(
-            k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, k, v, table, rows, table_width, limit, low, low + step,
-            groups, width, triton.next_power_of_2(width), size, LINES, num_warps=4,
-        )  # fmt: skip
-        yield k, v, table
+    table = torch.full_like(page_table_RN, -1)
+    launcher(whole_kernel, (parts * triton.cdiv(8 * multiprocessors(q_THK.device.index), parts),))(
+        k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, k, v, table, rows, table_width, limit, room, groups, width,
+        triton.next_power_of_2(width), size, LINES, num_warps=4,
+    )  # fmt: skip
+    return k, v, table
 
 
 @triton.jit
@@ -79,23 +79,22 @@ def decode_lines(few_ptr, whole_ptr, page, to, part, G: tl.constexpr, K: tl.cons
     tl.store(whole_ptr + to.to(tl.int64) * (S * G * K) + at, x.to(whole_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["R", "N", "limit", "low", "high"])
+@triton.jit(do_not_specialize=["R", "N", "limit", "room"])
 def whole_kernel(
-    k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, k_out_ptr, v_out_ptr, table_out_ptr, R, N, limit, low, high,
+    k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, k_out_ptr, v_out_ptr, table_out_ptr, R, N, limit, room,
     G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """What rows of more than `limit` tokens see, decoded, if their first page is one of low .. high - 1 of all (see
-    `find_page`): to page n - low, with their new tables."""
+    """What rows of more than `limit` tokens see, decoded, if their first page is one of the first `room` of all (see
+    `find_page`): page n of all to page n, with their new tables."""
     PARTS: tl.constexpr = (S * G + LINES - 1) // LINES
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
-    n = low + pid // PARTS
+    n = pid // PARTS
     r, first = find_page(q_start_ptr, kv_len_ptr, n, R, limit, S, 512)
-    while (r < R) & (first < high):
-        if first >= low:
-            page = tl.load(table_ptr + r * N + n - first)
-            decode_lines(k_ptr, k_out_ptr, page, n - low, pid % PARTS, G, K, KP, S, LINES)
-            decode_lines(v_ptr, v_out_ptr, page, n - low, pid % PARTS, G, K, KP, S, LINES)
-            tl.store(table_out_ptr + r * N + n - first, n - low)
+    while (r < R) & (first < room):
+        page = tl.load(table_ptr + r * N + n - first)
+        decode_lines(k_ptr, k_out_ptr, page, n, pid % PARTS, G, K, KP, S, LINES)
+        decode_lines(v_ptr, v_out_ptr, page, n, pid % PARTS, G, K, KP, S, LINES)
+        tl.store(table_out_ptr + r * N + n - first, n)
         n += programs // PARTS
         r, first = find_page(q_start_ptr, kv_len_ptr, n, R, limit, S, 512)

@@ -10,7 +10,7 @@ import torch
 from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from torch import Tensor
 
-from fengine.ops import attention, attention_launch, fp8_kernels, kv_fp8, kv_fp8_whole, rope
+from fengine.ops import attention, attention_launch, attention_many, fp8_kernels, kv_fp8, kv_fp8_whole, rope
 from fengine.ops.attention_launch import CAUSAL, Bounds, Paged, Rows, Schedule, Tiles, schedules
 
 NEW, LENGTHS = (3, 1, 40, 1), (70, 33, 40, 600)  # tokens of a row in this step, and all of its tokens
@@ -144,21 +144,33 @@ def test_triton_attends_to_the_stored_numbers() -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
-@pytest.mark.parametrize("low", [0, 3])
-def test_triton_decodes_what_rows_of_many_tokens_see(low: int) -> None:
-    q, k, v, start, lengths, table = inputs(20, 3, 3, torch.float32)
+@pytest.mark.parametrize(("room", "decoded"), [(1, [0]), (5, [0]), (6, [0, 2]), (99, [0, 2])])
+def test_triton_decodes_what_rows_of_many_tokens_see_and_reads_codes_where_there_is_no_room(
+    room: int, decoded: list[int]
+) -> None:
+    few = inputs(20, 3, 3, torch.float32)
+    q, k, v, start, lengths, table = few
     pages = torch.zeros(2, 50, *k.shape[1:3], 20)
     new = torch.full_like(table, -1)
     kv_fp8_whole.whole_kernel[(4,)](
-        k, v, start, lengths, table, *pages, new, len(NEW), table.shape[1], 2, low, low + 6, 3, 20, 32, 16, 32,
+        k, v, start, lengths, table, *pages, new, len(NEW), table.shape[1], 2, room, 3, 20, 32, 16, 32,
     )  # fmt: skip
-    pages_of = {0: {0: range(5), 2: range(5, 8)}, 3: {2: range(2, 5)}}[low]
     for row, length in enumerate(LENGTHS):
-        own = list(pages_of.get(row, ()))
+        own = list({0: range(5), 2: range(5, 8)}[row] if row in decoded else ())
         assert new[row, : len(own)].tolist() == own and (new[row, len(own) :] == -1).all()
         for got, want in zip(pages, (k, v), strict=True):
             stored = kv_fp8.values(want)[table[row, : len(own)].long()]
             assert torch.equal(got[own].flatten(0, 1)[:length], stored.flatten(0, 1)[:length])
+    left, plain = torch.full_like(q, 7.0), Tiles(False, 16, 4, 1)
+    shape = attention_launch._shape(Paged(*few), plain.tile)
+    most = room * 4 * 16 * 3 * 20
+    attention_many.launch(Paged(*few), left, 0.3 * math.log2(math.e), 2, shape, (*CAUSAL, 0.0, 3), plain, most)
+    want = attention_launch.run(Paged(*few), 0.3, Schedule(Rows(16, 4, 1, 1), None))
+    for row in range(len(NEW)):
+        tokens = slice(int(start[row]), int(start[row + 1]))
+        rest = NEW[row] > 2 and row not in decoded
+        torch.testing.assert_close(left[tokens], want[tokens] if rest else torch.full_like(want[tokens], 7.0))
+    assert (left[sum(NEW) :] == 7).all()
 
 
 @pytest.mark.gpu
@@ -173,6 +185,7 @@ def test_on_a_device_bits_are_those_of_the_stored_numbers(width: int, groups: in
         for s in schedules(few[0], few[1], len(NEW), 5120, 132, bounds):
             got = attention_launch.run(Paged(*few, *more), 0.1, s, bounds)
             assert torch.equal(got[: sum(NEW)], want[: sum(NEW)]), s
+            assert attention_launch._compare(*few[:2], s, bounds), s  # without room for all copies, too
     qkv, table, pos, slot, k, v = rope_inputs(width, groups, torch.bfloat16, "cuda")
     floats = torch.zeros(2, *k.shape[:3], width, dtype=qkv.dtype, device="cuda")
     want = rope.launch(qkv, table, pos, slot, *floats, 4, None, None, 0.0)
