@@ -31,7 +31,7 @@ from fengine.worker.chunks import PromptRows
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits import logits_stages
 from fengine.worker.logits.logprobs import ASKED, SLICE, score_prompts
-from fengine.worker.logits.penalties import Table, rounded
+from fengine.worker.logits.penalties import LogitBias, Table, rounded
 from fengine.worker.logits.processors import ProcessorRequest
 from fengine.worker.pooling import apply_head
 from fengine.worker.step_input import INPUTS, StepInput, blank, pack, target_of
@@ -521,6 +521,14 @@ def test_a_failing_processor_ends_its_own_request_alone(
             with pytest.raises(LogitProcessorError, match=told):
                 raise error
             assert request.num_output == at == len(request.logprobs) == len(request.record.output_top)
+
+
+def test_ids_that_a_draft_does_not_have_are_not_biased() -> None:
+    bias = LogitBias(2, 8, torch.device("cpu"))
+    request = Request("r", 1, [5], Params(logit_bias=((7, 1.0), (8, 2.0), (9, 3.0))), 0, 9, frozenset())
+    for write in bias.admit(1, request):
+        write()
+    assert bias.id_SK.lines is not None and set(bias.id_SK.lines[1].tolist()) == {7, -1}
 
 
 def test_a_failing_processor_costs_nobody_the_prefix_cache(checkpoint: Path) -> None:

@@ -160,6 +160,7 @@ def test_the_command(busy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_an_engine_records_its_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "steps.jsonl"
+    path.touch()  # as mktemp does
     config = EngineConfig(
         ModelConfig(path="box", device="cpu"), cache=CacheConfig(max_total_tokens=512),
         scheduler=SchedulerConfig(max_running_requests=3, record=str(path)),

@@ -124,7 +124,8 @@ def test_an_engine_sleeps_for_who_has_the_admin_key(engine: Engine, server: Live
     answer = server.ask("POST", "/sleep?level=0", **KEY)
     assert (answer.status, answer.error["param"]) == (400, "level")
     parts = ("/wake_up?tags=weights", "/wake_up?tags=kv_cache")
-    for sleep, body, wakes in (("/sleep?level=1", None, ("/wake_up",)), ("/sleep", {"level": 2}, parts)):
+    bodies = ("/sleep", {"level": 2}, parts), ("/sleep?level=2", None, ("/wake_up",))
+    for sleep, body, wakes in (("/sleep?level=1", None, ("/wake_up",)), *bodies):
         for _ in range(2):  # the second one finds it asleep
             assert server.ask("POST", sleep, body, **KEY).json == {"success": True}
         assert server.ask("POST", "/v1/completions", asked).status == 503

@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 
 from fengine.api.engine import Engine
 from fengine.errors import ModelLoadError
+from fengine.server import heads
+from fengine.server.errors import ApiError
 from fengine.worker.pooling import read_pooling
 
 
@@ -148,6 +150,13 @@ def test_a_classifier_tells_labels(tmp_path: Path) -> None:
         answer = server.ask("POST", "/classify", {"input": "a " * 2000})
         assert answer.status == 400 and "reduce the length of the input" in answer.error["message"]
         until(server.quiet)
+
+
+def test_a_cross_encoders_own_file_comes_first() -> None:
+    config = {"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}, "sbert_ce_default_activation_function": "Y"}
+    assert heads.of_scores(config, "torch.nn.modules.linear.Identity", True) is heads.bare
+    with pytest.raises(ApiError, match="Tanh"):
+        heads.of_scores(config, None, True)
 
 
 def test_a_cross_encoder_answers_in_three_forms(tmp_path: Path) -> None:
