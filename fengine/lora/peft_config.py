@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fengine.errors import AdapterError, InvalidRequestError, ModelLoadError
-from fengine.models.family import OFF
 from fengine.tokenizer.stop_regex import StopRegex, StopRegexSearch
 from fengine.worker.safetensors_file import read_json
 
@@ -73,7 +72,7 @@ BUILT = {  # settings of which one meaning is built, and why no other
         ": its training changed the base weights, too; convert the adapter to plain LoRA with PEFT's "
         "save_pretrained(path_initial_model_for_weight_conversion=...)"),
     "layers_pattern": Field(
-        lambda value: value in OFF or "layers" in (_names([value] if isinstance(value, str) else value) or ()),
+        lambda value: not value or "layers" in (_names([value] if isinstance(value, str) else value) or ()),
         ": the layers of this model are in 'layers'"),
 }  # fmt: skip
 
@@ -152,7 +151,7 @@ def parse_config(values: Mapping[str, Any], path: str) -> PeftConfig:
         f"{name}={value!r:.80} is not supported{BUILT[name].needed if name in BUILT else ''}"
         for name, value in values.items()
         if name not in {"peft_type"} | FIELDS.keys() | HARMLESS
-        and not (BUILT[name].good(value) if name in BUILT else value in OFF)
+        and not (BUILT[name].good(value) if name in BUILT else not value)
     ]
     problems += [
         f"{name} must be {field.needed}, got {values.get(name)!r:.80}"

@@ -17,7 +17,6 @@ from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm
 
 Fields = Mapping[str, str]  # key -> READ, or the reason why it changes nothing here
 READ = "read"
-OFF = (None, False, 0, "", [], {})  # values of a setting that asks for nothing
 
 NAMES = "says where the checkpoint comes from"
 TRAINING = "of training: dropout, losses and initialisation do nothing in inference"
@@ -65,7 +64,7 @@ DECODER: Fields = {
 def check_fields(config: Config, fields: Fields, architecture: str) -> None:
     """A key that is not in `fields` is refused, unless it is off. Errors: UnsupportedArchitectureError with every such
     key, one a line."""
-    unknown = [key for key, value in config.items() if key not in fields and value not in OFF]
+    unknown = [key for key, value in config.items() if value and key not in fields]
     if unknown:
         shown = "\n  ".join(f"{key} = {config[key]!r}"[:200] for key in unknown)
         raise UnsupportedArchitectureError(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Literal
 
 from fengine.errors import ConfigError, UnsupportedFormatError
-from fengine.models.family import OFF
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, Quantization, Scheme
 
@@ -90,7 +89,7 @@ def _unbuilt(what: str) -> UnsupportedFormatError:
 def _refuse_rest(read: ConfigReader, known: set[str]) -> None:
     """A key that may change the result is refused by name. Errors: UnsupportedFormatError."""
     for key, value in read.config.items():
-        if key not in known | TOOLS and value not in OFF:
+        if value and key not in known | TOOLS:
             raise _unbuilt(f"{key} = {value!r:.80}")
 
 

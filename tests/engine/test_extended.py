@@ -526,8 +526,8 @@ def test_a_failing_processor_ends_its_own_request_alone(
 def test_ids_that_a_draft_does_not_have_are_not_biased() -> None:
     bias = LogitBias(2, 8, torch.device("cpu"))
     request = Request("r", 1, [5], Params(logit_bias=((7, 1.0), (8, 2.0), (9, 3.0))), 0, 9, frozenset())
-    for write in bias.admit(1, request):
-        write()
+    for change in bias.admit(1, request):
+        change()
     assert bias.id_SK.lines is not None and set(bias.id_SK.lines[1].tolist()) == {7, -1}
 
 

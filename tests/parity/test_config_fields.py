@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from fengine import models
 from fengine.errors import ContextLengthError, FengineError
 from fengine.models.kv_pages import init_kv, row_batch
+from fengine.ops import linear
 from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.safetensors_file import read_config
 
@@ -145,6 +147,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("gemma3", {"rope_parameters": {"full_attention": YARN | {"truncate": False}}}, "truncate = False"),
         ("gemma3", {"rope_parameters": {"full_attention": [1]}}, "per layer type"),
         ("llama", {"is_causal": None}, "is_causal must be true or false"),
+        ("glm4_moe", {"n_group": None}, "n_group = None is not supported"),
         ("hunyuan_v1_dense", {"rope_parameters": YARN}, "attention_factor = 1.1386"),
         ("hunyuan_v1_dense", {"rope_parameters": [1]}, "rope_parameters and rope_scaling must be objects"),
         *(
@@ -214,6 +217,19 @@ def test_as_many_layers_are_dense_as_transformers_assumes() -> None:
     dense = config.pop("first_k_dense_replace")
     experts = spec_from_config(config).experts
     assert experts is not None and len(experts.dense_layers) == dense == 1
+
+
+def test_fast_numerics_reach_every_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(spec_from_config(read_config(directory := tiny_checkpoints.write(tmp_path, "qwen3"))), exact=False)
+    found, real, gated = [], linear.linear, linear.gated_linear
+    monkeypatch.setattr(
+        linear, "linear", lambda *given, exact=True, **more: found.append(exact) or real(*given, exact=exact, **more)
+    )
+    monkeypatch.setattr(linear, "gated_linear", lambda *given: found.append(given[4]) or gated(*given))
+    params, model = load_params(directory, spec, context_length=64), models.lookup(spec.architecture)
+    kv = init_kv(spec, 4, 16, torch.float32, "cpu")
+    model.unembed(params, spec, model.forward(params, spec, kv, row_batch(PROMPT, 0, [1, 2], 16))[1])
+    assert found == [False] * (4 * spec.num_layers + 1)
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
