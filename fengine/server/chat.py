@@ -16,7 +16,8 @@ from fengine.server.chat_body import ChatOptions
 from fengine.server.choices import ChoiceWriter, finite, hidden_states
 from fengine.server.errors import invalid, unsupported
 from fengine.server.openai_body import OpenAIRequest
-from fengine.server.output_parser import OutputParser, TemplateFacts, ThoughtTokens
+from fengine.server.output_parser import OutputParser
+from fengine.server.template_facts import TemplateFacts, ThoughtTokens, thought_limit
 from fengine.server.tool_calls import Format, ToolCall, forced_schema, new_call_id, strict_tag
 from fengine.tokenizer.tokenizer import Tokenizer
 
@@ -46,6 +47,8 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     writer.form = facts.form
     if may_think and facts.channels is None:
         writer.thoughts = [ThoughtTokens(tokenizer, opened) for _ in writer.parsers]
+    if not constrained:  # a grammar leaves no thought
+        writer.limit = thought_limit(request.given["thinking_token_budget"], writer.thoughts)
     return writer
 
 
@@ -116,14 +119,8 @@ class ChatWriter(ChoiceWriter):
         parts = self.parts(index, output, streamed=False)
         content = parts.pop("content", None if parts.keys() & {"tool_calls", "function_call"} else "")
         content = self.echo + (content or "") if self.echo else content
-        message = {
-            "role": "assistant",
-            "content": content,
-            "refusal": None,
-            "reasoning_content": None,
-            "reasoning": None,
-            **parts,
-        }
+        none = dict.fromkeys(("refusal", "reasoning_content", "reasoning"))
+        message = {"role": "assistant", "content": content, **none, **parts}
         choice = self._choice(index, output, {"message": message}, whole=True) | hidden_states(output)
         asked = self.given["return_prompt_token_ids"] or self.given["return_token_ids"]
         return choice | ({"prompt_token_ids": self.ids} if asked else {})

@@ -13,6 +13,7 @@ from typing import Any
 from fengine.api.outputs import Output
 from fengine.server.answers import DONE, Writer, counted, event, new_id, usage_of
 from fengine.server.openai_body import OpenAIRequest, prompt_ids
+from fengine.server.template_facts import ThoughtLimit
 from fengine.tokenizer.tokenizer import Tokenizer
 
 LEAST = -9999.0  # OpenAI's number for a logprob of minus infinity, which JSON cannot hold
@@ -62,6 +63,7 @@ class ChoiceWriter(Writer):
     prompt, None where nobody asks. Modifies: itself, in a stream."""
 
     names = ("", "", "")  # prefix of the id, object of the answer and of its chunks
+    limit: ThoughtLimit | None = None  # of what is drawn
 
     def __init__(
         self, request: OpenAIRequest, arguments: dict[str, Any], tokenizer: Tokenizer, head: Mapping[str, Any],

@@ -10,7 +10,7 @@ from fengine import __version__
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
-from fengine.server import chat, choices, fields, messages, native, openai_body, parsers, pooled, responses
+from fengine.server import chat, choices, fields, messages, native, openai_body, pairs, parsers, pooled, responses
 from fengine.server.answers import Plan, Writer, usage_of
 from fengine.server.errors import ApiError, invalid, unsupported
 from fengine.server.fields import Field, Fields, flag, loose, take
@@ -55,7 +55,7 @@ def _chat(service: Service, body: Body) -> chat.ChatWriter:
 def _planned(service: Service, body: Body, writer: choices.ChoiceWriter, told: Writer | None = None) -> Plan:
     """`told`: what writes the answer, if it is none of choices."""
     request, told = writer.request, told or writer
-    rows, arguments = request.prompts * request.given["n"], service.request_of(body, writer.arguments, request)
+    rows, arguments = (request.prompts * request.given["n"], service.request_of(body, writer.arguments, writer))
     return Plan(arguments, rows, told.whole, told, request.words)
 
 
@@ -73,6 +73,8 @@ def _several_chats(service: Service, body: Body) -> Plan:
     if request.given["stream"] or request.given["n"] > 1:
         name = "stream" if request.given["stream"] else "n"
         raise unsupported(name, "several chats have one choice each, and no events.")
+    if len({writer.limit for writer in writers}) > 1:
+        raise unsupported("thinking_token_budget", "of these chats some begin within a thought, and some do not.")
 
     def whole(outputs: list[Output]) -> dict[str, Any]:
         found = [writer.choice(0, output) for writer, output in zip(writers, outputs, strict=True)]
@@ -80,7 +82,7 @@ def _several_chats(service: Service, body: Body) -> Plan:
 
     images = [writer.arguments.get("image_data") for writer in writers]
     prompts = {"input_ids": [writer.ids for writer in writers], "image_data": images if any(images) else None}
-    arguments = service.request_of(body, first.arguments | prompts, request)
+    arguments = service.request_of(body, first.arguments | prompts, first)
     return Plan(arguments, len(writers), whole, words=request.words)
 
 
@@ -125,8 +127,8 @@ def _invocations(service: Service, body: Body) -> Plan:
     raise ApiError(400, "the body must have messages, prompt, input, documents or text_1.", code="invalid_value")
 
 
-_EMBEDDINGS, _SCORE, _CLASSIFY = _of_engine(pooled.embeddings), _of_engine(pooled.score), _of_engine(pooled.classify)
-_RERANK = _of_engine(partial(pooled.rerank, jina=True))
+_EMBEDDINGS, _SCORE, _CLASSIFY = _of_engine(pooled.embeddings), _of_engine(pairs.score), _of_engine(pooled.classify)
+_RERANK = _of_engine(partial(pairs.rerank, jina=True))
 _OK = {"status": "ok"}
 
 # -- what the engine is asked or told ----------------------------------------------------------------------------------
@@ -157,11 +159,6 @@ def _open_session(service: Service, body: Body) -> Any:
 def _pickled(service: Service, body: Body) -> Any:
     raise unsupported("serialized_named_tensors", "serialized tensors are not built: they are pickles, which are code. "
                       "Use update_weights_from_disk or update_weights_from_distributed.")  # fmt: skip
-
-
-def _pooling(service: Service, body: Body) -> Any:
-    raise unsupported("pooling", "vectors of single tokens are not built: /v1/embeddings gives a text's, /classify its "
-                      "labels, and return_hidden_states of /generate the hidden state of each token.")  # fmt: skip
 
 
 def _sleep(service: Service, body: Body) -> Any:
@@ -220,11 +217,12 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/encode",), "SGLang's: Engine.encode.", pooled.ENCODE, _of_engine(pooled.encode)),
     Endpoint(("/v1/embeddings",), "Vectors of texts.", pooled.EMBEDDINGS, _EMBEDDINGS),
     Endpoint(("/classify", "/v1/classify"), "vLLM's: the likeliest labels of texts.", pooled.CLASSIFY, _CLASSIFY),
-    Endpoint(("/v1/score", "/score"), "Scores: of labels (SGLang's) or of pairs (vLLM's).", pooled.SCORE, _SCORE),
-    Endpoint(("/v1/rerank",), "Documents, the best first; SGLang's answer.", pooled.RERANK,
-             _of_engine(partial(pooled.rerank, jina=False))),
-    Endpoint(("/rerank", "/v2/rerank"), "Documents, the best first; Jina's and vLLM's answer.", pooled.RERANK, _RERANK),
-    Endpoint(("/pooling",), "Refused: vectors of single tokens.", {}, call=_pooling),
+    Endpoint(("/v1/score", "/score"), "Scores: of labels (SGLang's) or of pairs (vLLM's).", pairs.SCORE, _SCORE),
+    Endpoint(("/v1/rerank",), "Documents, the best first; SGLang's answer.", pairs.RERANK,
+             _of_engine(partial(pairs.rerank, jina=False))),
+    Endpoint(("/rerank", "/v2/rerank"), "Documents, the best first; Jina's and vLLM's answer.", pairs.RERANK, _RERANK),
+    Endpoint(("/pooling",), "vLLM's: vectors of texts, or numbers of their labels.", pooled.POOLING,
+             _of_engine(pooled.pooling)),
     Endpoint(("/invocations",), "One of those above, by what the body has.", {}, _invocations),
     Endpoint(("/tokenize", "/v1/tokenize"), "Ids of a text, several or a chat.", native.TOKENIZE,
              call=lambda service, body: native.tokenize(body, service.engine, service.tokenizer)),

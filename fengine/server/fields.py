@@ -71,6 +71,7 @@ CALL: Fields = {  # arguments of `generate`
     "lora_path": text("The name of an adapter."),
     "custom_logit_processor": text("The name of a registered processor; code is never taken."),
     "cache_salt": text("Prefixes are shared only with requests of the same salt."),
+    "extra_key": text("SGLang's word for cache_salt."),
     "priority": whole("Higher goes first.", -(2**31), 2**31 - 1),
     "rid": text("The request's id, for /abort_request."),
     "request_id": text("Another word for rid."),
@@ -154,11 +155,20 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def call_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `generate` beside prompt and sampling, of a body that was taken. Pure. Errors: ApiError."""
-    found = {name: given[name] for name in CALL if given[name] is not None}
-    if found.get("cache_salt") == "":
-        raise invalid("cache_salt", "cache_salt must be a string that is not empty; leave it out for none.")
+    found = salted({name: given[name] for name in CALL if given[name] is not None})
     alias = found.pop("request_id", None)
     return found if alias is None else {"rid": alias, **found}
+
+
+def salted(given: dict[str, Any]) -> dict[str, Any]:
+    """With one word for the salt. Pure. Errors: ApiError for both, or an empty one."""
+    named = [name for name in ("extra_key", "cache_salt") if given.get(name) is not None]
+    if len(named) > 1:
+        raise invalid("extra_key", "extra_key and cache_salt are two words for one thing; give one.")
+    if named and given[named[0]] == "":
+        raise invalid(named[0], f"{named[0]} must be a string that is not empty; leave it out for none.")
+    rest = {name: value for name, value in given.items() if name != "extra_key"}
+    return rest | {"cache_salt": given[named[0]]} if named else rest
 
 
 # -- grammars, in OpenAI's, vLLM's and SGLang's words, as one sampling parameter --------------------------------------

@@ -1,12 +1,16 @@
-"""Activations: what is made of a classifier's own numbers over HTTP, as its checkpoint says, and as vLLM does it."""
+"""What is made of a classifier's own numbers over HTTP, as its checkpoint says, and as vLLM does it; how vectors are
+written."""
 
+import base64
 import math
 from collections.abc import Callable, Mapping
 from operator import mul
 from typing import Any
 
+import torch
+
 from fengine.server.errors import invalid, unsupported
-from fengine.server.fields import Fields, typed
+from fengine.server.fields import Fields, one_of, typed
 
 Activation = Callable[[list[float]], list[float]]
 ACTIVATION: Fields = {
@@ -14,6 +18,24 @@ ACTIVATION: Fields = {
                         "head's own. /v1/rerank tells these, unless it is true. A cosine has none, and is as it is."),
     "use_activation": typed("boolean", "vLLM's newer word for activation."),
 }  # fmt: skip
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+          "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # fmt: skip
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of a number -> what has its bits
+ORDERS = {"native": "=", "little": "<", "big": ">"}
+ENCODING: Fields = {
+    "encoding_format": one_of("How vectors are written.", "float", "base64", default="float"),
+    "embed_dtype": one_of("vLLM's: of the numbers in base64.", *DTYPES, default="float32"),
+    "endianness": one_of("vLLM's: the order of their bytes.", *ORDERS, default="native"),
+}
+
+
+def written(vector: list[float], given: Mapping[str, Any]) -> list[float] | str:
+    """As the fields of ENCODING say. Pure."""
+    if given["encoding_format"] == "float":
+        return vector
+    numbers = torch.tensor(vector, dtype=torch.float32).to(DTYPES[given["embed_dtype"]])
+    bits: Any = numbers.view(WHOLE[numbers.itemsize]).numpy()
+    return base64.b64encode(bits.astype(bits.dtype.newbyteorder(ORDERS[given["endianness"]])).tobytes()).decode()
 
 
 def wanted(given: Mapping[str, Any], other: bool | None, word: str = "activation") -> Any:

@@ -139,12 +139,10 @@ def _message(message: Any, where: str) -> list[Any]:
         return [message]
     told, results = {key: value for key, value in message.items() if key != "content"}, list[Any]()
     for i, block in enumerate(content):
-        kind, at = block.get("type") if isinstance(block, dict) else None, f"{where}.content[{i}]"
-        if isinstance(kind, str) and kind in BLOCKS:
-            only(block, (*OF_ANY, *BLOCKS[kind]), at, "messages")
+        kind = _kind(block, at := f"{where}.content[{i}]")
         if kind == "text":
             told.setdefault("content", []).append({"type": "text", "text": _texts([block], at)})
-        elif is_image(block):
+        elif kind == "image":
             told.setdefault("content", []).append(block)
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
@@ -154,13 +152,21 @@ def _message(message: Any, where: str) -> list[Any]:
         elif kind == "thinking":
             thought = _texts([{"type": "text", "text": block.get("thinking")}], at)
             told["reasoning_content"] = told.get("reasoning_content", "") + thought
-        elif kind != "redacted_thinking":
-            known = "text, image, tool_use, tool_result, thinking"
-            raise invalid("messages", f"{at} has the type {kind!r:.80}, not {known}.")
     if {"content", "tool_calls"} & told.keys() or not results:
         told.setdefault("content", "")
         results.append(told)
     return results
+
+
+def _kind(block: Any, at: str) -> str:
+    """Errors: ApiError for a block of no known type, or with a field that its type has not."""
+    if is_image(block):
+        return "image"
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str) or kind not in BLOCKS:
+        raise invalid("messages", f"{at} has the type {kind!r:.80}, not {', '.join(BLOCKS)} or image.")
+    only(block, (*OF_ANY, *BLOCKS[kind]), at, "messages")
+    return kind
 
 
 def _result(block: dict[str, Any], at: str) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options, refuse_chat
 from fengine.server.choices import finite
 from fengine.server.errors import invalid, missing
-from fengine.server.fields import MODEL, Field, Fields, array, flag, loose, take
+from fengine.server.fields import MODEL, Field, Fields, array, flag, loose, salted, take
 from fengine.tokenizer.tokenizer import Tokenizer
 
 GENERATE: Fields = {
     **{f.name: loose("As Engine.generate's argument.") for f in fields(GenerateReqInput)}, **MODEL,
     "stream": flag("Answer with events; each holds all text so far."),
+    "extra_key": loose("SGLang's word for cache_salt; of a list one for each."),
     "return_text_in_logprobs": flag("Texts of tokens in the logprobs."),
 }  # fmt: skip
 OF_TOKENS = tuple(f"{side}_{kind}" for side in ("input", "output")
@@ -37,7 +38,7 @@ DETOKENIZE: Fields = {
 
 def generate(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """The arguments and outputs of `Engine.generate`. Errors: ApiError."""
-    given = take(body, GENERATE)
+    given = salted(take(body, GENERATE))
     with_texts, _ = given.pop("return_text_in_logprobs"), given.pop("model")
     request = GenerateReqInput(**{name: value for name, value in given.items() if value is not None})
     if with_texts and engine._parts.tokenizer is None:

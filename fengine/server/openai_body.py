@@ -10,6 +10,7 @@ from fengine.server import fields
 from fengine.server.chat_body import CHAT, ChatOptions, chat_options
 from fengine.server.errors import invalid, missing, unsupported
 from fengine.server.fields import Field, Fields, flag, loose, one_of, whole
+from fengine.server.template_facts import ThoughtLimit
 
 MAX_TEXTS = 65536  # prompts of one body
 MAX_LOGPROBS = 20  # OpenAI's, of chats; vLLM's of both
@@ -50,6 +51,7 @@ OF_CHATS: Fields = SHARED | CHAT | {
     "max_tokens": LIMIT,
     "logprobs": flag("Logprobs of the tokens."),
     "top_logprobs": whole("Likeliest tokens at each position, with logprobs.", 0, MAX_LOGPROBS),
+    "thinking_token_budget": whole("vLLM's: behind so many tokens of thought, </think> is drawn.", 0, 2**31 - 1),
     "modalities": loose('["text"].', "array"),
     "echo": flag("The last message before the text, if it is the assistant's."),
     "add_special_tokens": flag("The tokenizer adds its special tokens, too, to what the template has written."),
@@ -94,18 +96,23 @@ class OpenAIRequest:
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawLimits:
     """A logit processor: draws no id but the `allowed` ones (None: any), and none that ends one of the `barred` lists
-    of ids, whose others have been drawn just before."""
+    of ids, whose others have been drawn just before; the end of a `thought` where its limit is reached."""
 
     allowed: list[int] | None
     barred: Sequence[list[int]]
+    thought: ThoughtLimit | None = None
 
     def __call__(self, logits: Any, params: Sequence[Mapping[str, Any]]) -> Any:
         """`logits` [1, V], which it writes to."""
+        drawn = params[0]["__req__"].output_ids
+        if self.thought is not None and self.thought.reached(drawn):
+            logits.fill_(-math.inf)
+            logits[:, self.thought.end] = 0.0
+            return logits
         if self.allowed is not None:
             kept = logits[:, self.allowed].clone()
             logits.fill_(-math.inf)
             logits[:, self.allowed] = kept
-        drawn = params[0]["__req__"].output_ids
         for ids in self.barred:
             if drawn[len(drawn) - len(ids) + 1 :] == ids[:-1]:
                 logits[:, ids[-1]] = -math.inf

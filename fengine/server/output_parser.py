@@ -7,19 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from fengine.errors import FengineError
-from fengine.server.tool_calls import (
-    PYTHON_TAG,
-    Format,
-    ToolCall,
-    call_of,
-    format_of,
-    read_bare,
-    read_forced,
-    read_pythonic,
-)
+from fengine.server.tool_calls import PYTHON_TAG, Format, ToolCall, call_of, read_bare, read_forced, read_pythonic
 
-OPENED = 8  # tokens at a prompt's end in which <think> is looked for
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message of harmony
@@ -225,66 +214,3 @@ def parse_output(
 ) -> Delta:  # fmt: skip
     """All parts of a whole text. Pure."""
     return OutputParser(form, thinks=thinks, opened=opened, functions=functions).feed(text, last=True)
-
-
-# -- what a chat template teaches --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateFacts:
-    """What a chat template teaches. `hidden`: calls, or thoughts, are written with special tokens."""
-
-    form: Format | None = None
-    hidden: bool = False
-    thinks: bool = False
-
-    @property
-    def channels(self) -> Format | None:
-        """Harmony, where thoughts are a channel."""
-        return self.form if self.form is not None and self.form.name == "harmony" else None
-
-    def opened(self, tokenizer: Any, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends in an open thought. Pure."""
-        return self.thinks and tokenizer.decode(list(ids[-OPENED:]), False).rstrip().endswith("<think>")
-
-
-class ThoughtTokens:
-    """Counts the tokens of one output up to its </think>, which is a token here. `opened`: as the parser's. Modifies:
-    itself."""
-
-    def __init__(self, tokenizer: Any, opened: bool) -> None:
-        self._begin, self._end = (tokenizer.backend.token_to_id(word) for word in ("<think>", "</think>"))
-        self._open = True if opened else None  # None: not known yet
-        self.count: int | None = None if self._end is None else 0
-
-    def feed(self, ids: Sequence[int]) -> None:
-        if self._open is None and ids:
-            self._open = ids[0] == self._begin
-        if self._open and self.count is not None:
-            self._open = self._end not in ids
-            self.count += len(ids) if self._open else ids.index(self._end) + 1
-
-
-def template_facts(tokenizer: Any, tools: bool) -> TemplateFacts:
-    """Of the template that is used with or without tools. Errors: InvalidRequestError, ChatTemplateError."""
-    source = tokenizer.template_of(tools)[0]
-    form = format_of(source)
-    added = tokenizer.backend.get_added_tokens_decoder().values() if form is not None else ()
-    hidden = form is not None and any(token.special and token.content == form.begin for token in added)
-    return TemplateFacts(form, hidden, "<think>" in source)
-
-
-def thought_facts(tokenizer: Any) -> TemplateFacts:
-    """As `template_facts`; a model without a template has no thoughts of its own. Pure."""
-    try:
-        return template_facts(tokenizer, False)
-    except FengineError:
-        return TemplateFacts()
-
-
-def parser_of(tokenizer: Any, ids: Sequence[int]) -> OutputParser:
-    """What tells the thoughts of the answer to a chat, the ids of which are given, from the rest. Pure."""
-    facts = thought_facts(tokenizer)
-    if facts.channels is not None:
-        return OutputParser(facts.channels)
-    return OutputParser(None, thinks=facts.thinks, opened=facts.opened(tokenizer, ids))

@@ -24,11 +24,12 @@ from fengine.core.parameter_kinds import MAX_BIAS
 from fengine.engine.memory import checked_tags
 from fengine.errors import MemoryReleasedError
 from fengine.server.answers import Plan
+from fengine.server.choices import ChoiceWriter
 from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError, api_error_of, invalid, unsupported
 from fengine.server.metrics import Meter
-from fengine.server.openai_body import DrawLimits, OpenAIRequest
-from fengine.server.output_parser import template_facts
+from fengine.server.openai_body import DrawLimits
+from fengine.server.template_facts import template_facts
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.generation_config import read_sampling_defaults
 
@@ -187,18 +188,18 @@ class Service:
 
     # -- what plans are made of ----------------------------------------------------------------------------------------
 
-    def request_of(self, body: Body, arguments: dict[str, Any], request: OpenAIRequest) -> GenerateReqInput:
+    def request_of(self, body: Body, arguments: dict[str, Any], writer: ChoiceWriter) -> GenerateReqInput:
         """The call's arguments, with the server's sampling defaults, the body's adapter and limits of what is drawn.
         Errors: ApiError."""
-        sampling, given = self.sampling_defaults | arguments["sampling_params"], request.given
+        sampling, given = self.sampling_defaults | arguments["sampling_params"], writer.given
         texts = [text for word in given["bad_words"] for text in (word, f" {word.lstrip()}")]  # as it may be tokenized
         barred = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         bias = sampling.get("logit_bias", {})
         if barred and isinstance(bias, dict):  # another is the engine's to refuse
             sampling["logit_bias"] = bias | {str(ids[0]): -MAX_BIAS for ids in barred if len(ids) == 1}
-        limits = DrawLimits(given["allowed_token_ids"], [ids for ids in barred if len(ids) > 1])
-        if limits.allowed is not None or limits.barred:
-            name = "bad_words" if limits.allowed is None else "allowed_token_ids"
+        limits = DrawLimits(given["allowed_token_ids"], [ids for ids in barred if len(ids) > 1], writer.limit)
+        asked = {"allowed_token_ids": limits.allowed, "bad_words": limits.barred, "thinking_token_budget": writer.limit}
+        if name := next((name for name, value in asked.items() if value), None):
             self._check_limits(name, limits, arguments.get("custom_logit_processor"))
             arguments |= {"custom_logit_processor": limits}
         arguments |= {"sampling_params": sampling, "lora_path": self.lora_path(body, arguments.get("lora_path"))}

@@ -12,7 +12,7 @@ from fengine.server import responses
 from fengine.server.chat import Block
 from fengine.server.errors import ApiError
 from fengine.server.messages import MessageWriter, to_chat
-from fengine.server.openai_body import read_chat
+from fengine.server.openai_body import read_chat, read_completion
 
 
 def test_what_a_tool_or_an_output_has_in_messages() -> None:
@@ -126,6 +126,10 @@ def test_responses_are_chats(engine: Engine, server: Live) -> None:
     again = [{"input": "A long story " * 20, "max_output_tokens": 1, "cache_salt": salt} for salt in ("a", "a", "b")]
     cached = [post(server, "/v1/responses", body)["usage"]["input_tokens_details"]["cached_tokens"] for body in again]
     assert cached[0] == cached[2] == 0 < cached[1]
+    told = [post(server, "/generate", {"text": "A long story " * 20, "extra_key": key}) for key in ("xa", "xa", "xb")]
+    cached = [one["meta_info"]["cached_tokens"] for one in told]
+    assert cached[0] == cached[2] == 0 < cached[1]
+    assert read_completion({"prompt": "a", "extra_key": "k"}, 1).arguments["cache_salt"] == "k"
 
 
 def test_tools_in_responses_and_messages(server: Live) -> None:

@@ -16,7 +16,7 @@ from fengine.server.answers import usage_of
 from fengine.server.chat import chat_writer
 from fengine.server.choices import completion_writer
 from fengine.server.openai_body import read_chat, read_completion
-from fengine.server.output_parser import TemplateFacts
+from fengine.server.template_facts import TemplateFacts
 
 
 def test_a_last_message_goes_on(engine: Engine, server: Live) -> None:

@@ -88,6 +88,8 @@ COMPLETIONS = [  # (what is changed in a good body, the field to blame, the stat
     ({"custom_logit_processor": "gASVfile"}, "custom_logit_processor", 400),
     ({"custom_logit_processor": {"a": 1}}, "custom_logit_processor", 400),
     ({"cache_salt": 3}, "cache_salt", 400),
+    ({"extra_key": "a", "cache_salt": "a"}, "extra_key", 400),
+    ({"extra_key": ""}, "extra_key", 400),
     ({"priority": "high"}, "priority", 400),
     ({"priority": [1]}, "priority", 400),
     ({"json_schema": {"type": "temperature"}, "temperature": 0}, "json_schema", 400),

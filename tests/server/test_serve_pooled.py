@@ -1,11 +1,13 @@
 """Vectors, labels, scores and ranks over HTTP: each is the engine's, in the words of SGLang, vLLM and Jina."""
 
+import base64
 import json
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -77,8 +79,25 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
         assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens")
         cut = post(server, "/score", {"text_1": PROMPT, "text_2": PROMPT[:9] + " else", "truncate_prompt_tokens": 3})
         assert cut["data"][0]["score"] == pytest.approx(1) and cut["usage"]["prompt_tokens"] == 6
-        answer = server.ask("POST", "/pooling", {"input": "a"})
-        assert answer.status == 400 and "/v1/embeddings" in answer.error["message"]
+        for name, dtype in heads.DTYPES.items():
+            asked: Any = {"input": PROMPT, "encoding_format": "base64", "embed_dtype": name}
+            meant = torch.tensor(expected[0]["embedding"]).to(dtype)
+            for order in ("native", "little", "big"):
+                (found,) = post(server, "/v1/embeddings", asked | {"endianness": order})["data"]
+                data = base64.b64decode(found["embedding"])
+                data = data if order != "big" else np.frombuffer(data, f"u{meant.itemsize}").byteswap().tobytes()
+                assert torch.frombuffer(bytearray(data), dtype=dtype).equal(meant)
+        for more in ({}, {"task": "embed"}):
+            told = post(server, "/pooling", {"input": [PROMPT, "a"], "padding": "do_not_pad", **more})
+            assert [one["data"] for one in told["data"]] == [one["embedding"] for one in engine.encode([PROMPT, "a"])]
+            assert [(one["index"], one["object"]) for one in told["data"]] == [(0, "pooling"), (1, "pooling")]
+            assert told["id"].startswith("pool-") and told["usage"]["prompt_tokens"] > 2
+        (half,) = post(server, "/pooling", {**asked, "embed_dtype": "float16"})["data"]
+        assert base64.b64decode(half["data"]) == np.array(expected[0]["embedding"], np.float16).tobytes()
+        for more, name in (({"task": "token_embed"}, "task"), ({"padding": "max_length"}, "padding"),
+                           ({"activation": False}, "activation")):  # fmt: skip
+            answer = server.ask("POST", "/pooling", {"input": "a", **more})
+            assert (answer.status, answer.error["param"]) == (400, name)
         assert post(server, "/invocations", {"messages": CHAT})["object"] == "list"
         found = post(server, "/invocations", {"input": PROMPT})
         assert found["data"][0]["embedding"] == expected[0]["embedding"]
@@ -121,6 +140,12 @@ def test_a_classifier_tells_labels(tmp_path: Path) -> None:
             assert one["probs"] == pytest.approx(torch.tensor(found).softmax(-1).tolist(), abs=1e-6)
             assert one["label"] == labels[found.index(max(found))] and one["num_classes"] == 3
         assert [one["probs"] for one in post(server, "/classify", {"input": texts, "activation": False})["data"]] == raw
+        for more, numbers in (({}, [one["probs"] for one in told["data"]]), ({"activation": False}, raw)):
+            pooled = post(server, "/pooling", {"input": texts, "task": "classify", **more})["data"]
+            assert [one["data"] for one in pooled] == numbers
+        for more, name in (({"task": "embed"}, "task"), ({"dimensions": 2}, "dimensions")):
+            answer = server.ask("POST", "/pooling", {"input": "a", **more})
+            assert (answer.status, answer.error["param"]) == (400, name)
         said: Any = {
             "multi_label_classification": torch.sigmoid,
             "regression": lambda x: x,
@@ -215,6 +240,13 @@ def test_a_cross_encoder_answers_in_three_forms(tmp_path: Path) -> None:
                 given = asked | {"truncate_prompt_tokens": most, "truncation_side": side}
                 told = sorted((one["index"], one["score"]) for one in post(server, "/v1/rerank", given))
                 assert [score for _, score in told] == found
+            for most in (1, 2, 0):
+                rows = [theirs(one, add_special_tokens=False)["input_ids"][: most or None] for one in documents]
+                meant = engine.rerank([[query, theirs.decode(row)] for row in rows])
+                told = post(server, "/rerank", asked | {"max_tokens_per_doc": most, "activation": False})["results"]
+                by_place = sorted((one["index"], one["relevance_score"]) for one in told)
+                assert [score for _, score in by_place] == [one["embedding"] for one in meant]
+                assert {one["document"]["text"] for one in told} == set(documents)
             answer = server.ask("POST", "/score", pairs | {"truncate_prompt_tokens": 9999})
             assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens")
             until(server.quiet)

@@ -9,14 +9,15 @@ import pytest
 
 openai = pytest.importorskip("openai", reason="openai's client, of the extra dev")
 
-from serving import Live, live, until  # noqa: E402
+from serving import Live, live, post, until  # noqa: E402
 
 from fengine.api.engine import Engine  # noqa: E402
 from fengine.api.io_struct import Function, Tool  # noqa: E402
 from fengine.server.chat import chat_writer  # noqa: E402
 from fengine.server.openai_body import read_chat  # noqa: E402
-from fengine.server.output_parser import OutputParser, TemplateFacts  # noqa: E402
+from fengine.server.output_parser import OutputParser  # noqa: E402
 from fengine.server.parsers import FunctionCallParser  # noqa: E402
+from fengine.server.template_facts import TemplateFacts, ThoughtTokens  # noqa: E402
 from fengine.server.tool_calls import format_of  # noqa: E402
 
 TURNS = """{% for message in messages %}<|{{ message.role }}|>
@@ -187,6 +188,32 @@ def test_thoughts_are_told_apart(client: Any, say: Any) -> None:
     assert (message.reasoning_content, message.content) == ("It is July.", "Yes.")
     parts = gathered(client.chat.completions.create(**say("<think>\nIt is July.\n</think>\n\nYes."), stream=True))
     assert (parts["reasoning_content"], parts["content"]) == ("It is July.", "Yes.")
+
+
+def test_a_thought_ends_where_its_limit_is(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, end = 300, 301  # of the box, which has no tokens for thoughts
+
+    def of_words(self: ThoughtTokens, tokenizer: Any, opened: bool) -> None:
+        self.begin, self.end, self.opened, self._open, self.count = begin, end, opened, None, 0
+
+    body: Any = {"messages": CHAT, "max_tokens": 6, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    thinking = body | {"chat_template_kwargs": {"enable_thinking": True}}
+    refused = server.ask("POST", "/v1/chat/completions", thinking | {"thinking_token_budget": 3})
+    assert (refused.status, refused.error["param"]) == (400, "thinking_token_budget")
+    monkeypatch.setattr(ThoughtTokens, "__init__", of_words)
+    asked: Any = lambda more: post(server, "/v1/chat/completions", more)["choices"][0]["token_ids"]  # noqa: E731
+    free = asked(thinking)
+    assert end not in free
+    for most in (0, 3, 6):
+        assert asked(thinking | {"thinking_token_budget": most})[: most + 1] == [*free[:most], end][:6]
+    bare = asked(body)
+    assert asked(body | {"thinking_token_budget": 0}) == bare  # which begins no thought
+    two = {"messages": [CHAT, [*CHAT, {"role": "assistant", "content": "<think>"}]], "continue_final_message": True}
+    refused = server.ask("POST", "/v1/chat/completions/batch", thinking | two | {"thinking_token_budget": 3})
+    assert refused.status == 400
+    schema = {"response_format": {"type": "json_object"}, "max_tokens": 40}  # a grammar leaves no thought
+    found = [post(server, "/v1/chat/completions", body | schema | more) for more in ({}, {"thinking_token_budget": 1})]
+    assert found[0]["choices"] == found[1]["choices"]
 
 
 def test_channels_are_told_apart_with_and_without_tools() -> None:

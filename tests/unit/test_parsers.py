@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from fengine.api.io_struct import Function, Tool
 from fengine.errors import UnsupportedFeatureError
-from fengine.server.output_parser import OutputParser, ThoughtTokens
+from fengine.server.output_parser import OutputParser
 from fengine.server.parsers import FORMS, FunctionCallParser, ReasoningParser, ToolCallItem
+from fengine.server.template_facts import ThoughtLimit, ThoughtTokens
 from fengine.server.tool_calls import FORMATS
 
 TOOLS = [Tool(Function("time")), Tool(Function("weather", "of a city", {"type": "object"}))]
@@ -73,6 +74,18 @@ def test_tokens_of_thoughts_are_counted_to_their_end() -> None:
     thought = ThoughtTokens(tokenizer, True)
     thought.feed([1])
     assert thought.count is None  # </think> is several tokens
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_limit_of_a_thought_is_reached_once(opened: bool) -> None:
+    drawn = [1, 2, 3, 4] if opened else [7, 1, 2, 3, 4]
+    for most in range(4):
+        limit = ThoughtLimit(most, 7, 8, opened)
+        at = len(drawn) - 4 + most
+        assert [limit.reached(drawn[:n]) for n in range(len(drawn) + 1)] == [n == at for n in range(len(drawn) + 1)]
+        assert not limit.reached([*drawn[: at - 1], 8]) and not ThoughtLimit(most, 7, 8, False).reached(
+            [1, 2, 3][:most]
+        )
 
 
 @given(cuts=st.lists(st.integers(0, 40), max_size=6), opened=st.booleans())

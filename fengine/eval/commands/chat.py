@@ -22,7 +22,7 @@ from fengine.eval.runs.answering import given_sampling
 from fengine.eval.runs.config import RUN, RunConfig
 from fengine.eval.runs.folder import write_file
 from fengine.eval.runs.run import load, refuse_demands, render_of
-from fengine.server.output_parser import parser_of, thought_facts
+from fengine.server.template_facts import parser_of, thought_facts
 
 USAGE = """
 Usage:  fengine chat [group=option] [key=value] ...

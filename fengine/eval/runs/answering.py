@@ -23,7 +23,7 @@ from fengine.eval.runs.manifest import row_seed
 from fengine.eval.runs.record import Record, common, line_of, row_record
 from fengine.eval.tasks.task import DRAWN, Answer, Ask, Pair, Row, Task, judging
 from fengine.eval.tasks.task_config import Format
-from fengine.server.output_parser import parser_of, thought_facts
+from fengine.server.template_facts import parser_of, thought_facts
 
 UNSET = SamplingConfig()
 MAX_RECORD = MAX_LINE - 1024  # bytes; beside it there is the head

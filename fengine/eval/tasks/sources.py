@@ -247,6 +247,7 @@ def _columns(read: OpenAIRequest, body: Any) -> dict[str, Any]:
         refused, prompt = {}, _prompt(read, arguments)
     refused |= {name: read.given[name] for name in ("echo", "bad_words", "allowed_token_ids", "stream")}
     refused["truncate_prompt_tokens"] = read.given["truncate_prompt_tokens"]
+    refused |= {"thinking_token_budget": read.given.get("thinking_token_budget") is not None}
     refused |= {"prompt_logprobs": read.given["prompt_logprobs"] is not None}
     refused |= {"add_special_tokens": read.given["add_special_tokens"] is (chat is not None)}
     rest = {name: value for name, value in arguments.items() if name not in ("text", "input_ids")}
