@@ -44,9 +44,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fengine"
 FILES = (
     "core/*.py", "engine/engine_core.py", "engine/inbox.py", "engine/output_processor.py", "engine/request_state.py",
-    "engine/stepper.py", "engine/readout.py", "engine/steering.py", "api/sessions.py", "api/streams.py",
+    "engine/stepper.py", "engine/readout.py", "api/sessions.py", "api/streams.py",
     "speculative/ngram.py", "speculative/pace.py", "speculative/draft.py", "speculative/chain.py",
-    "speculative/proposers.py", "speculative/memo.py", "speculative/ahead.py", "eval/runs/journal.py",
+    "speculative/proposers.py", "speculative/memo.py", "eval/runs/journal.py",
 )  # fmt: skip
 QUEUE = ("unit/test_scheduler.py", "unit/test_prefix_cache.py", "unit/test_pages.py", "unit/test_window_pages.py",
          "unit/test_adapter_slots.py", "unit/test_image_rows.py", "unit/test_request.py")  # fmt: skip

@@ -1,14 +1,15 @@
 """From requests to SGLang's output dicts: the requests of a call are queued, and waited for."""
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fengine.api import output_details
 from fengine.api.context import EngineContext
 from fengine.api.hidden_states import hidden_of
 from fengine.api.sessions import Turn
-from fengine.core.request import Request
+from fengine.core.images import ImageSpan
+from fengine.core.request import Drafting, Request
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.request_state import RequestOutput, RequestState, version_spans
 from fengine.tokenizer.detokenizer import Detokenizer
@@ -101,16 +102,16 @@ def output_of(
     ids = request.token_ids[start + before.num_tokens : start + count]
     meta = {"finish_reason": None} if brief else _meta(request, output)
     if request.images and not brief:
-        meta |= output_details.images(request.images)
+        meta |= images_of(request.images)
     if request.drafting is not None and not brief:
-        meta |= output_details.speculation(request.drafting, request.num_output, count)
+        meta |= speculation_of(request.drafting, request.num_output, count)
     if request.params.return_logprob:
-        meta |= output_details.logprobs(state, before.num_tokens, count, ids)
+        meta |= logprobs_of(state, before.num_tokens, count, ids)
     if request.params.hidden is not None:
         meta["hidden_states"] = hidden_of(state, count)
     if output.finish is not None and state.finished is not None:
         meta |= {"e2e_latency": state.finished - state.submitted, "response_sent_to_client_ts": time.time()}
-        meta |= output_details.metrics(state, state.finished, count) if metrics else {}
+        meta |= timings(state, state.finished, count) if metrics else {}
     found: Output = {"text": output.text[len(before.text) :]} if has_text else {}
     return found | {"output_ids": ids, "meta_info": meta}
 
@@ -129,3 +130,79 @@ def _meta(request: Request, output: RequestOutput) -> dict[str, Any]:
         "weight_versions": spans,
         "num_retractions": request.num_preempted,
     }
+
+
+# -- what `meta_info` holds only where it was asked for ----------------------------------------------------------------
+
+
+def speculation_of(drafting: Drafting, num_output: int, count: int) -> dict[str, Any]:
+    """SGLang's keys. Every step that drew behind the first token counts as a verification, one without drafts too: so
+    `spec_accept_length` is how many tokens a step brought."""
+    steps = num_output - 1 - drafting.correct
+    if steps < 1:
+        return {}
+    histogram = [0, *drafting.histogram[1:]]
+    histogram[0] = steps - sum(histogram)
+    return {
+        "spec_accept_rate": drafting.correct / drafting.proposed if drafting.proposed else 0.0,
+        "spec_accept_length": count / steps,
+        "spec_num_correct_drafts": drafting.correct,
+        "spec_num_proposed_drafts": drafting.proposed,
+        "spec_verify_ct": steps,
+        "spec_correct_drafts_histogram": histogram,
+    }
+
+
+def images_of(spans: tuple[ImageSpan, ...]) -> dict[str, Any]:
+    """How many of a prompt's tokens are images', and the hash of all that the model is shown of these. Pure."""
+    shown = hashlib.sha256(b"".join(image.key for _, image in spans)).hexdigest()
+    return {"image_tokens": sum(image.tokens for _, image in spans), "pixels_sha256": shown}
+
+
+def logprobs_of(state: RequestState, first: int, count: int, ids: list[int]) -> dict[str, Any]:
+    """Tuples (logprob, id, None). A request for no tokens still tells of the one that was drawn."""
+    request, params = state.request, state.request.params
+    drawn = list(zip(request.logprobs[first:count], ids, strict=True))
+    if request.unasked is not None:
+        drawn = [request.unasked]
+    meta: dict[str, Any] = {
+        "input_token_logprobs": _triples(state.input_logprobs),
+        "output_token_logprobs": _triples(drawn),
+        "output_token_logprobs_length": len(drawn),
+    }
+    last = max(count, first + len(drawn))
+    for asked, name, before, after in (
+        (params.top_logprobs, "top_logprobs", state.input_top, state.output_top),
+        (params.logprob_ids, "token_ids_logprobs", state.input_ids, state.output_ids),
+    ):
+        if asked:
+            meta[f"input_{name}"] = [None if entry is None else _triples(entry) for entry in before]
+            meta[f"output_{name}"] = [_triples(entry) for entry in after[first:last]]
+    return meta
+
+
+def _triples(pairs: Any) -> list[tuple[float | None, int, None]]:
+    return [(logprob, token, None) for logprob, token in pairs]
+
+
+def timings(state: RequestState, finished: float, count: int) -> dict[str, Any]:
+    """Seconds since the call came, and moments (`time.time`) derived from them."""
+
+    def moment(at: float) -> float:
+        return state.received + at - state.submitted
+
+    times: dict[str, Any] = {
+        "request_received_ts": state.received,
+        "api_server_dispatch_finish_ts": state.received,
+        "request_finished_ts": moment(finished),
+    }
+    if state.started is not None:
+        times |= {"queue_time": state.started - state.submitted, "forward_entry_time": moment(state.started)}
+    if state.first_token is not None:
+        decoding = finished - state.first_token
+        times |= {
+            "first_token_latency": state.first_token - state.submitted,
+            "prefill_finished_time": moment(state.first_token),
+            "decode_throughput": (count - 1) / decoding if count > 1 and decoding > 0 else 0.0,
+        }
+    return times

@@ -7,10 +7,10 @@ from typing import Any
 
 from fengine.core.request import Request
 from fengine.core.scheduler import Scheduler
+from fengine.core.step_trace import StepRecord, StepTrace
 from fengine.engine.inbox import IN_STEP, Command, Inbox
 from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.request_state import RequestState
-from fengine.engine.steering import Steering
 from fengine.engine.stepper import Runner, Stepper
 from fengine.engine.threads import REAL, Threads
 from fengine.engine.watchdog import Watchdog
@@ -40,6 +40,7 @@ class EngineCore:
         self.requests = OutputProcessor(scheduler, self.abort, system)
         self.stepper = Stepper(scheduler, input_batch, runner, kv, self.requests, overlap)
         self.weight_version = "default"  # the label of the weights that steps run with
+        self.traces: dict[str, StepTrace] = {}  # of steps, by the key of who asked
         self.refusals: dict[str, str] = {}  # why no request can run now, by cause: memory that is released
         self.handlers: dict[str, Handler] = {
             "add": self._add,
@@ -47,7 +48,11 @@ class EngineCore:
             "label_weights": self.label_weights,
             "get_stats": self.stats,
             "ping": lambda: None,
-            **Steering(self.stepper, self.requests.abort).handlers(),
+            "pause": self._pause,
+            "resume": self._resume,
+            "flush_cache": self._flush,
+            "watch_steps": self._watch,
+            "unwatch_steps": self._unwatch,
         }
         self.watchdog = Watchdog(system, self.inbox, self.requests, self._run)
         self.threads = self.watchdog.threads
@@ -159,6 +164,34 @@ class EngineCore:
     def _abort(self, meant: Sequence[RequestState] | None = None, *, rids: Sequence[str] | None) -> None:
         self.requests.abort(rids, meant)
         self.stepper.rest()
+
+    def _pause(self, mode: str) -> None:
+        self.stepper.paused = True
+        self.stepper.drain()
+        if mode == "abort":
+            self._abort(rids=None)
+        elif mode == "retract":
+            self.stepper.scheduler.retract()
+
+    def _resume(self) -> None:
+        self.stepper.paused = False
+
+    def _flush(self) -> bool:
+        counters = self.stepper.scheduler.counters()
+        held = self.stepper.paused and not counters["running"]  # those that wait hold no pages
+        if counters["running"] + counters["waiting"] and not held:
+            return False
+        self.stepper.flush_cache()
+        return True
+
+    def _watch(self, tell: Callable[[StepRecord], None], key: str) -> None:
+        self.traces[key] = StepTrace(self.stepper.scheduler, tell)
+        self.stepper.watch(self.traces[key])
+
+    def _unwatch(self, key: str) -> Exception | None:
+        trace = self.traces.pop(key)
+        self.stepper.unwatch(trace)
+        return trace.fault
 
     def refuse(self, reasons: dict[str, str], *, idle: bool = False) -> None:
         """Refuses requests from here on, for these reasons by cause. With `idle` only if none is open. Errors:

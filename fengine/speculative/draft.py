@@ -27,9 +27,8 @@ from fengine.core.speculation import Ask, Late, gain_of, tolls
 from fengine.errors import ConfigError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
-from fengine.speculative.ahead import Ahead, tries_of
 from fengine.speculative.chain import SLOTS, TRY, Chain, Guide, Head
-from fengine.speculative.memo import Chained, Memo, hopes_at
+from fengine.speculative.memo import Ahead, Chained, Memo, hopes_at, tries_of
 from fengine.speculative.pace import ALL, SCOUTS, Cost, Pace
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits.penalties import LogitBias, Penalties

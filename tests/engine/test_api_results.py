@@ -12,10 +12,9 @@ from checksum import checksum_engine, expected
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fengine.api import output_details
 from fengine.api.engine import Engine
 from fengine.api.hidden_states import FloatList
-from fengine.api.outputs import output_of
+from fengine.api.outputs import images_of, output_of
 from fengine.api.server_args import ServerArgs
 from fengine.core.images import Image, ImageSpan
 from fengine.core.request import Request, SamplingParams
@@ -150,7 +149,7 @@ def test_a_request_for_no_tokens_tells_of_the_one_that_was_drawn() -> None:
 def test_the_hash_of_pictures_tells_their_order() -> None:
     one, two = (Image(key, tokens, 1, {}) for key, tokens in ((b"b", 2), (b"a", 3)))
     for shown, keys in (((one, two), b"ba"), ((two, one), b"ab")):
-        told = output_details.images(tuple(ImageSpan(9 * i, image) for i, image in enumerate(shown)))
+        told = images_of(tuple(ImageSpan(9 * i, image) for i, image in enumerate(shown)))
         assert told == {"image_tokens": 5, "pixels_sha256": hashlib.sha256(keys).hexdigest()}
 
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from fengine.core.request import Drafting, Request, SamplingParams
 from fengine.core.scheduler_output import Drafts
 from fengine.core.speculation import Ask, Speculation, gain_of, pays
-from fengine.speculative.ahead import Ahead, Try, tries_of
 from fengine.speculative.draft import DraftModel
-from fengine.speculative.memo import Chained, Memo
+from fengine.speculative.memo import Ahead, Chained, Memo, Try, tries_of
 from fengine.speculative.pace import GROWTH, LONGEST, REST, WAIT, Cost, Pace
 from fengine.speculative.proposers import EXPERTS, HOST, LEAST_GUESS, first_of, times_of
 
