@@ -121,7 +121,7 @@ def bench_draw(budget: float) -> None:
                 for label, (k, p) in settings.items():
                     args = (logits, torch.ones(rows), torch.full((rows,), k, dtype=torch.int32), torch.full((rows,), p),
                             torch.zeros(rows), torch.arange(rows), torch.arange(rows, dtype=torch.int32))  # fmt: skip
-                    (a,) = seconds([lambda args=args: sampling.on_cpu(*args)], budget)
+                    (a,) = seconds([lambda args=args: sampling.draw(*args)], budget)
                     what = f"V {vocab}, {rows} rows, {label}, logits x {spread:g}"
                     print(f"{what:44}{a * 1e6:10.1f}{a * 1e6 / rows:9.1f}")
 

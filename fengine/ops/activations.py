@@ -147,14 +147,6 @@ def e4m3_on_cpu(x: Tensor, act: int, group: int) -> e4m3.Pair:
     return e4m3.on_cpu(on_cpu(x, act), group)
 
 
-def cap_on_cpu(x: Tensor, cap: float) -> Tensor:
-    x = contiguous(x, "soft_cap's x")
-    y = torch.empty_like(x)
-    library, threads = schedule(16 * x.numel())
-    library.fengine_soft_cap(x.data_ptr(), y.data_ptr(), x.numel(), cap, threads)
-    return y
-
-
 def fake(x_T2F: Tensor, act: int = 0, gated: bool = True) -> Tensor:
     return x_T2F.new_empty((x_T2F.shape[0], x_T2F.shape[1] // (1 + gated)))
 
@@ -183,7 +175,11 @@ def activate(x_TF: Tensor, act: str) -> Tensor:
     return _alone_op(x_TF, ACTS.index(act))
 
 
-@op(cap_launch, cap_on_cpu)
+@op(cap_launch)
 def soft_cap(x_RV: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) of float32 logits. Pure."""
-    ...
+    x_RV = contiguous(x_RV, "soft_cap's x")
+    y = torch.empty_like(x_RV)
+    library, threads = schedule(16 * x_RV.numel())
+    library.fengine_soft_cap(x_RV.data_ptr(), y.data_ptr(), x_RV.numel(), cap, threads)
+    return y

@@ -72,42 +72,31 @@ def hand_on_launch(token_R: Tensor, logprob_R: Tensor, last_token_R: Tensor, out
     )
 
 
-def feed_on_cpu(token: Tensor, last_token: Tensor, index: Tensor, from_: Tensor) -> Tensor:
-    token, last_token = integers(token, "token"), integers(last_token, "last_token")
-    index, from_ = integers(index, "index"), contiguous(from_, "from_", torch.bool)
-    out, tokens = torch.empty_like(token), token.shape[0]
+@op(feed_launch)
+def feed(token_T: Tensor, last_token_R: Tensor, index_T: Tensor, from_T: Tensor) -> Tensor:
+    """token_T with last_token_R[index_T[t]] where from_T[t] is true: int32 [T]. Pure."""
+    token_T, last_token_R = integers(token_T, "token"), integers(last_token_R, "last_token")
+    index_T, from_T = integers(index_T, "index"), contiguous(from_T, "from_", torch.bool)
+    out, tokens = torch.empty_like(token_T), token_T.shape[0]
     schedule(tokens)[0].fengine_feed(
-        token.data_ptr(), last_token.data_ptr(), index.data_ptr(), from_.data_ptr(), out.data_ptr(), tokens
+        token_T.data_ptr(), last_token_R.data_ptr(), index_T.data_ptr(), from_T.data_ptr(), out.data_ptr(), tokens
     )
     return out
 
 
-def take_on_cpu(x: Tensor, index: Tensor) -> Tensor:
-    x, index = contiguous(x, "take's x"), integers(index, "index")
-    rows, d = index.shape[0], x.shape[1]
-    out = x.new_empty((rows, d))
-    schedule(rows * d)[0].fengine_take(x.data_ptr(), index.data_ptr(), out.data_ptr(), rows, d)
+@op(take_launch, lambda x, index: x.new_empty((index.shape[0], x.shape[1])))
+def take(x_TD: Tensor, index_R: Tensor) -> Tensor:
+    """Rows index_R (int32) of x as [R, D]. Pure."""
+    x_TD, index_R = contiguous(x_TD, "take's x"), integers(index_R, "index")
+    rows, d = index_R.shape[0], x_TD.shape[1]
+    out = x_TD.new_empty((rows, d))
+    schedule(rows * d)[0].fengine_take(x_TD.data_ptr(), index_R.data_ptr(), out.data_ptr(), rows, d)
     return out
 
 
-def hand_on_cpu(token: Tensor, logprob: Tensor, last_token: Tensor, out: Tensor) -> None:
-    last_token[: token.shape[0]] = token
-    out.copy_(torch.stack((token, logprob.view(torch.int32))))
-
-
-@op(feed_launch, feed_on_cpu)
-def feed(token_T: Tensor, last_token_R: Tensor, index_T: Tensor, from_T: Tensor) -> Tensor:
-    """token_T with last_token_R[index_T[t]] where from_T[t] is true: int32 [T]. Pure."""
-    ...
-
-
-@op(take_launch, take_on_cpu, lambda x, index: x.new_empty((index.shape[0], x.shape[1])))
-def take(x_TD: Tensor, index_R: Tensor) -> Tensor:
-    """Rows index_R (int32) of x as [R, D]. Pure."""
-    ...
-
-
-@op(hand_on_launch, hand_on_cpu, mutates=("last_token_R", "out_2R"), name="hand_on_")
+@op(hand_on_launch, mutates=("last_token_R", "out_2R"), name="hand_on_")
 def hand_on(token_R: Tensor, logprob_R: Tensor, last_token_R: Tensor, out_2R: Tensor) -> None:
     """Gives the draws to the next step and to the host. Modifies: last_token_R, its first R, and out_2R (int32): the
     tokens, then the bits of the logprobs."""
+    last_token_R[: token_R.shape[0]] = token_R
+    out_2R.copy_(torch.stack((token_R, logprob_R.view(torch.int32))))

@@ -188,15 +188,6 @@ def add_on_cpu(logits: Tensor, slot: Tensor, id: Tensor, value: Tensor) -> None:
     )
 
 
-def count_on_cpu(count: Tensor, slot: Tensor, token: Tensor) -> None:
-    if count.dtype != torch.int32 or not count.is_contiguous():
-        raise UnsupportedFeatureError(f"counts are {count.dtype}; they must be contiguous int32")
-    slot, token = integers(slot, "slot"), integers(token, "token")
-    schedule(slot.shape[0])[0].fengine_count(
-        count.data_ptr(), slot.data_ptr(), token.data_ptr(), slot.shape[0], count.shape[1]
-    )
-
-
 def mask_on_cpu(logits: Tensor, row: Tensor, mask: Tensor) -> None:
     logits, row, mask = editable(logits), integers(row, "row"), integers(mask, "mask")
     library, _ = schedule(row.shape[0] * logits.shape[1] // 4)
@@ -226,9 +217,15 @@ def add_at(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Tensor) -
     return logits_RV
 
 
-@op(count_launch, count_on_cpu, mutates=("count_SV",), name="count_")
+@op(count_launch, mutates=("count_SV",), name="count_")
 def count(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
     """Adds 1 at [slot_R, token_R] where the slot is not negative. Modifies: count_SV. All int32."""
+    if count_SV.dtype != torch.int32 or not count_SV.is_contiguous():
+        raise UnsupportedFeatureError(f"counts are {count_SV.dtype}; they must be contiguous int32")
+    slot_R, token_R = integers(slot_R, "slot"), integers(token_R, "token")
+    schedule(slot_R.shape[0])[0].fengine_count(
+        count_SV.data_ptr(), slot_R.data_ptr(), token_R.data_ptr(), slot_R.shape[0], count_SV.shape[1]
+    )
 
 
 def apply_bitmask(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> Tensor:

@@ -42,17 +42,6 @@ def launch(
     )  # fmt: skip
 
 
-def on_cpu(
-    token_R: Tensor, logprob_R: Tensor, end_R: Tensor, page_table_RN: Tensor, guess_RK: Tensor, next_5R: Tensor,
-    step: int, size: int, last_pos: int, behind: int,
-) -> None:  # fmt: skip
-    token_R, pos_R = torch.where(logprob_R.isnan(), -1, token_R), (end_R + step).clamp(max=last_pos)
-    page_R = page_table_RN.gather(1, (pos_R // size).long()[:, None])[:, 0]
-    guess_RK[:, step] = token_R
-    slot_R, seen_R = page_R * size + pos_R % size, end_R + (step + 1)
-    next_5R.copy_(torch.stack((token_R.clamp(min=0), pos_R, slot_R, seen_R, seen_R + behind)))
-
-
 @triton.jit(do_not_specialize=["R", "B", "N", "K", "stride"])
 def catch_up_kernel(drawn_ptr, guess_ptr, slot_ptr, try_ptr, table_ptr, token_ptr, pos_ptr, place_ptr, start_ptr,
                     last_ptr, seen_ptr, next_ptr, R, B, N, K, stride, size, behind, BLOCK: tl.constexpr,
@@ -109,11 +98,39 @@ def catch_up_launch(
     )  # fmt: skip
 
 
-def catch_up_on_cpu(
+@op(launch, mutates=("guess_RK", "next_5R"), name="go_on_")
+def go_on(
+    token_R: Tensor, logprob_R: Tensor, end_R: Tensor, page_table_RN: Tensor, guess_RK: Tensor, next_5R: Tensor,
+    step: int, size: int, last_pos: int, behind: int,
+) -> None:  # fmt: skip
+    """Notes guess `step` behind the first end_R positions in its column of guess_RK, -1 where the logprob is NaN, and
+    in next_5R, for the guess behind it: token (0 for -1), position, slot in pages of `size`, keys seen, and the
+    position drawn for, which is `behind` further. No position is behind `last_pos`. Modifies: guess_RK, next_5R."""
+    token_R, pos_R = torch.where(logprob_R.isnan(), -1, token_R), (end_R + step).clamp(max=last_pos)
+    page_R = page_table_RN.gather(1, (pos_R // size).long()[:, None])[:, 0]
+    guess_RK[:, step] = token_R
+    slot_R, seen_R = page_R * size + pos_R % size, end_R + (step + 1)
+    next_5R.copy_(torch.stack((token_R.clamp(min=0), pos_R, slot_R, seen_R, seen_R + behind)))
+
+
+WRITTEN = ("token_T", "pos_T", "slot_T", "start_B", "last_R", "seen_R", "next_R")
+
+
+@op(catch_up_launch, mutates=WRITTEN, name="catch_up_")
+def catch_up(
     drawn_R: Tensor, guess_S: Tensor, slot_R: Tensor, try_7R: Tensor, page_table_RN: Tensor, token_T: Tensor,
     pos_T: Tensor, slot_T: Tensor, start_B: Tensor, last_R: Tensor, seen_R: Tensor, next_R: Tensor, rows: int,
     most: int, size: int, behind: int,
 ) -> None:  # fmt: skip
+    """Writes what a chain catches up with behind a step in which its guesses were tried. All int32.
+
+    drawn_R: the step's draws. guess_S: by row slot `most` guesses. try_7R, of each of `rows` rows: tokens known in
+    front of the step, how many guesses it tried, where its own draw lies, where those behind its guesses begin, how
+    many right guesses need not be computed again, the first position that must be, and the last known token.
+
+    A guess is right where it was drawn and something was drawn behind it. To token_T, pos_T and slot_T go the tokens
+    that are not computed yet, of one row behind the other, row r's from start_B[r] on and up to last_R[r]; seen_R: keys
+    seen with them; next_R: the position drawn for, `behind` further. Modifies: these."""
     drawn, end = drawn_R.tolist(), 0
     for row, (known, tried, own, draws, kept, room, before) in enumerate(try_7R[:, :rows].T.tolist()):
         slot, ids, right = int(slot_R[row]), [before, drawn[own]], 0
@@ -130,33 +147,3 @@ def catch_up_on_cpu(
             token_T[at], pos_T[at] = max(ids[pos + behind - known + 1], 0), pos
             slot_T[at] = page_table_RN[row, pos // size] * size + pos % size
     start_B[rows:] = end
-
-
-@op(launch, on_cpu, mutates=("guess_RK", "next_5R"), name="go_on_")
-def go_on(
-    token_R: Tensor, logprob_R: Tensor, end_R: Tensor, page_table_RN: Tensor, guess_RK: Tensor, next_5R: Tensor,
-    step: int, size: int, last_pos: int, behind: int,
-) -> None:  # fmt: skip
-    """Notes guess `step` behind the first end_R positions in its column of guess_RK, -1 where the logprob is NaN, and
-    in next_5R, for the guess behind it: token (0 for -1), position, slot in pages of `size`, keys seen, and the
-    position drawn for, which is `behind` further. No position is behind `last_pos`. Modifies: guess_RK, next_5R."""
-
-
-WRITTEN = ("token_T", "pos_T", "slot_T", "start_B", "last_R", "seen_R", "next_R")
-
-
-@op(catch_up_launch, catch_up_on_cpu, mutates=WRITTEN, name="catch_up_")
-def catch_up(
-    drawn_R: Tensor, guess_S: Tensor, slot_R: Tensor, try_7R: Tensor, page_table_RN: Tensor, token_T: Tensor,
-    pos_T: Tensor, slot_T: Tensor, start_B: Tensor, last_R: Tensor, seen_R: Tensor, next_R: Tensor, rows: int,
-    most: int, size: int, behind: int,
-) -> None:  # fmt: skip
-    """Writes what a chain catches up with behind a step in which its guesses were tried. All int32.
-
-    drawn_R: the step's draws. guess_S: by row slot `most` guesses. try_7R, of each of `rows` rows: tokens known in
-    front of the step, how many guesses it tried, where its own draw lies, where those behind its guesses begin, how
-    many right guesses need not be computed again, the first position that must be, and the last known token.
-
-    A guess is right where it was drawn and something was drawn behind it. To token_T, pos_T and slot_T go the tokens
-    that are not computed yet, of one row behind the other, row r's from start_B[r] on and up to last_R[r]; seen_R: keys
-    seen with them; next_R: the position drawn for, `behind` further. Modifies: these."""

@@ -21,18 +21,14 @@ def reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return sum(bias, weight_D * (centred_TD * scale_T1)).to(x_TD.dtype)
 
 
-def on_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x, weight, d = contiguous(x, "layer_norm's x"), readable(weight, "layer_norm's weight"), x.shape[-1]
-    y = torch.empty_like(x)
-    library, threads = schedule(12 * x.numel())
-    library.fengine_layer_norm(
-        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // max(d, 1), d, KIND[weight.dtype], eps,
-        weight.numel() > d, threads,
-    )  # fmt: skip
-    return y
-
-
-@op(launch, on_cpu)
+@op(launch)
 def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """The normalized rows, in x's dtype. weight_D may be [2D], the bias behind the weight. Pure."""
-    ...
+    x_TD, weight_D, d = contiguous(x_TD, "layer_norm's x"), readable(weight_D, "layer_norm's weight"), x_TD.shape[-1]
+    y = torch.empty_like(x_TD)
+    library, threads = schedule(12 * x_TD.numel())
+    library.fengine_layer_norm(
+        x_TD.data_ptr(), weight_D.data_ptr(), y.data_ptr(), x_TD.numel() // max(d, 1), d, KIND[weight_D.dtype], eps,
+        weight_D.numel() > d, threads,
+    )  # fmt: skip
+    return y

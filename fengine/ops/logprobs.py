@@ -62,26 +62,22 @@ def launch(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
     return out_RK
 
 
-def on_cpu(logits: Tensor, temperature: Tensor, id: Tensor) -> Tensor:
-    logits, temperature = contiguous(logits, "logits"), contiguous(temperature, "temperature")
-    id = integers(id, "id")
-    (rows, vocab), count = logits.shape, id.shape[1]
-    out = logits.new_empty((rows, count))
-    library, threads = schedule(16 * rows * vocab)
-    library.fengine_logprobs(
-        logits.data_ptr(), temperature.data_ptr(), id.data_ptr(), out.data_ptr(), rows, vocab, count, threads
-    )
-    return out
-
-
 def fake(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
     return logits_RV.new_empty(id_RK.shape, dtype=torch.float32)
 
 
-@op(launch, on_cpu, fake)
+@op(launch, fake)
 def logprobs(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
     """logprob_RK float32 of ids [R, K] (int32, in [0, V)). Row r depends on row r of the arguments alone. Pure."""
-    ...
+    logits_RV, temperature_R = contiguous(logits_RV, "logits"), contiguous(temperature_R, "temperature")
+    id_RK = integers(id_RK, "id")
+    (rows, vocab), count = logits_RV.shape, id_RK.shape[1]
+    out = logits_RV.new_empty((rows, count))
+    library, threads = schedule(16 * rows * vocab)
+    library.fengine_logprobs(
+        logits_RV.data_ptr(), temperature_R.data_ptr(), id_RK.data_ptr(), out.data_ptr(), rows, vocab, count, threads
+    )
+    return out
 
 
 def top_keys(logits_RV: Tensor, count: int) -> Tensor:

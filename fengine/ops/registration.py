@@ -64,17 +64,17 @@ Face = TypeVar("Face", bound=Callable[..., Any])
 
 def register(
     name: str, on_cuda: Callable[..., Any], on_cpu: Callable[..., Any], fake: Callable[..., Any] | None = None,
-    mutates: Sequence[str] = (), face: Callable[..., Any] | None = None,
+    mutates: Sequence[str] = (),
 ) -> Any:  # fmt: skip
-    """Defines `fengine::<name>`; returns the op. Its schema follows from the signature of `face`, or of `on_cpu`,
-    unless `name` is a schema. `mutates`: the arguments that it writes to. `fake` gives empty results of the exact
-    shapes and dtypes: None, if the result is like the first argument, or there is none.
+    """Defines `fengine::<name>`; returns the op. Its schema follows from the signature of `on_cpu`, unless `name` is a
+    schema. `mutates`: the arguments that it writes to. `fake` gives empty results of the exact shapes and dtypes: None,
+    if the result is like the first argument, or there is none.
 
     `Library.define` rather than `custom_op`: half the dispatch time, and a decode step of a small model is ~40 calls.
     """
     schema = name
     if "(" not in name:  # an op's numbers are known where it is compiled
-        schema = torch.library.infer_schema(face or on_cpu, mutates_args=mutates, op_name=name)
+        schema = torch.library.infer_schema(on_cpu, mutates_args=mutates, op_name=name)
         schema = schema.replace("SymInt", "int")
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -86,12 +86,12 @@ def register(
 
 
 def op(
-    on_cuda: Callable[..., Any], on_cpu: Callable[..., Any], fake: Callable[..., Any] | None = None,
-    mutates: Sequence[str] = (), name: str | None = None,
+    on_cuda: Callable[..., Any], fake: Callable[..., Any] | None = None, mutates: Sequence[str] = (),
+    name: str | None = None,
 ) -> Callable[[Face], Face]:  # fmt: skip
-    """Makes a signature and a docstring the op itself. `name`: where it is not the function's; the rest is as for
+    """Makes a function on the CPU the op itself. `name`: where it is not the function's; the rest is as for
     `register`."""
-    return lambda face: register(name or face.__name__, on_cuda, on_cpu, fake, mutates, face)
+    return lambda face: register(name or face.__name__, on_cuda, face, fake, mutates)
 
 
 def alike(x: Tensor, *_: Any) -> Tensor:

@@ -76,19 +76,6 @@ def e4m3_on_cpu(
     return *e4m3.on_cpu(y, group), total
 
 
-def rows_on_cpu(packed: Tensor, index: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Pair:
-    packed, weight = readable(packed, "the embeddings"), readable(weight, "rms_norm's weight")
-    index = integers(index, "index")
-    count, d = index.shape[0], packed.shape[1]
-    y, rows = weight.new_empty((count, d), dtype=torch.float32), weight.new_empty((count, d), dtype=torch.float32)
-    library, threads = schedule(16 * count * d)
-    library.fengine_rows_rms_norm(
-        packed.data_ptr(), index.data_ptr(), weight.data_ptr(), y.data_ptr(), rows.data_ptr(), count, d,
-        KIND[packed.dtype], KIND[weight.dtype], eps, shift, threads,
-    )  # fmt: skip
-    return y, rows
-
-
 def add_fake(delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, *_: object) -> Pair:
     tokens, width = residual_TD.shape
     return residual_TD.new_empty((0 if weight_D is None else tokens, width)), residual_TD.new_empty((tokens, width))
@@ -128,8 +115,17 @@ def add_rms_norm(
     return sum_TD if weight_D is None else normed_TD, sum_TD
 
 
-@op(rows_launch, rows_on_cpu, rows_fake)
+@op(rows_launch, rows_fake)
 def rows_rms_norm(packed: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Pair:
     """(normalized rows, rows) of the embeddings that `linear.pack` made `packed` of, both in the weight's dtype. Pure.
     index_T int32."""
-    ...
+    packed, weight_D = readable(packed, "the embeddings"), readable(weight_D, "rms_norm's weight")
+    index_T = integers(index_T, "index")
+    count, d = index_T.shape[0], packed.shape[1]
+    y, rows = weight_D.new_empty((count, d), dtype=torch.float32), weight_D.new_empty((count, d), dtype=torch.float32)
+    library, threads = schedule(16 * count * d)
+    library.fengine_rows_rms_norm(
+        packed.data_ptr(), index_T.data_ptr(), weight_D.data_ptr(), y.data_ptr(), rows.data_ptr(), count, d,
+        KIND[packed.dtype], KIND[weight_D.dtype], eps, shift, threads,
+    )  # fmt: skip
+    return y, rows

@@ -66,28 +66,22 @@ def reference(
     return token_R.int(), torch.where(finite_R, logprob_R, torch.nan)
 
 
-def on_cpu(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, pos: Tensor
-) -> tuple[Tensor, Tensor]:
-    logits, temperature = contiguous(logits, "logits"), contiguous(temperature, "temperature")
-    top_p, min_p = contiguous(top_p, "top_p"), contiguous(min_p, "min_p")
-    top_k, pos = integers(top_k, "top_k"), integers(pos, "pos")
-    seed = contiguous(seed, "seed", torch.int64)
-    rows, vocab = logits.shape
-    token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.float32)
-    library, threads = schedule(32 * rows * vocab)
-    library.fengine_draw(
-        logits.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
-        seed.data_ptr(), pos.data_ptr(), token.data_ptr(), logprob.data_ptr(), rows, vocab, threads,
-    )  # fmt: skip
-    return token, logprob
-
-
-@op(launch, on_cpu, lambda z, *_: (z.new_empty(z.shape[0], dtype=torch.int32), z.new_empty(z.shape[0])))
+@op(launch, lambda z, *_: (z.new_empty(z.shape[0], dtype=torch.int32), z.new_empty(z.shape[0])))
 def draw(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, seed_R: Tensor,
     pos_R: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(token_R int32, logprob_R float32) for float32 logits. Row r depends on row r of the arguments alone. Pure.
     temperature, top_p, min_p float32; top_k, pos int32; seed int64. top_k >= V, top_p >= 1, min_p <= 0 mean off."""
-    ...
+    logits_RV, temperature_R = contiguous(logits_RV, "logits"), contiguous(temperature_R, "temperature")
+    top_p_R, min_p_R = contiguous(top_p_R, "top_p"), contiguous(min_p_R, "min_p")
+    top_k_R, pos_R = integers(top_k_R, "top_k"), integers(pos_R, "pos")
+    seed_R = contiguous(seed_R, "seed", torch.int64)
+    rows, vocab = logits_RV.shape
+    token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.float32)
+    library, threads = schedule(32 * rows * vocab)
+    library.fengine_draw(
+        logits_RV.data_ptr(), temperature_R.data_ptr(), top_k_R.data_ptr(), top_p_R.data_ptr(), min_p_R.data_ptr(),
+        seed_R.data_ptr(), pos_R.data_ptr(), token.data_ptr(), logprob.data_ptr(), rows, vocab, threads,
+    )  # fmt: skip
+    return token, logprob

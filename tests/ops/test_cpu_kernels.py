@@ -141,7 +141,7 @@ def test_norms(threads: int, dtype: torch.dtype, d: int) -> None:
         assert same_bits(rms_norm.on_cpu(x[i : i + 1], weight, 1e-6), y[i : i + 1])
     assert rms_norm.on_cpu(x[:0], weight, 1e-6).shape == (0, d)
     table, index = torch.randn(45, d).to(dtype), torch.randint(0, 45, (70,), dtype=torch.int32)
-    normed, rows = rms_norm.rows_on_cpu(pack(table), index, weight, 1e-6)
+    normed, rows = rms_norm.rows_rms_norm(pack(table), index, weight, 1e-6)
     assert same_bits(rows, table[index].float()) and same_bits(normed, rms_norm.on_cpu(rows, weight, 1e-6))
 
 
@@ -360,7 +360,7 @@ def test_attention_without_rows_or_tokens() -> None:
 def draw(logits: Tensor, temperature: float = 1.0, top_k: int = 1 << 30, top_p: float = 1.0, min_p: float = 0.0,
          seed: Tensor | None = None, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = len(logits)
-    return sampling.on_cpu(
+    return sampling.draw(
         logits, torch.full((rows,), temperature), torch.full((rows,), top_k, dtype=torch.int32),
         torch.full((rows,), top_p), torch.full((rows,), min_p), torch.arange(rows) if seed is None else seed,
         torch.zeros(rows, dtype=torch.int32) if pos is None else pos,
@@ -388,12 +388,12 @@ def test_draw_is_the_reference(threads: int, vocab: int, spread: float) -> None:
         torch.tensor([1.0, 0.9, 0.5, 0.999, 1e-6] * 5)[:rows], torch.tensor([0.0, 0.0, 0.05, 1.0] * 6),
         torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 2**31 - 1, (rows,), dtype=torch.int32),
     )  # fmt: skip
-    token, logprob = sampling.on_cpu(*arguments)
+    token, logprob = sampling.draw(*arguments)
     expected, expected_logprob = sampling.reference(*arguments)
     assert torch.equal(token, expected)
     torch.testing.assert_close(logprob, expected_logprob, rtol=2e-6, atol=2e-6)
     for r in range(rows):
-        alone = sampling.on_cpu(*(a[r : r + 1] for a in arguments))
+        alone = sampling.draw(*(a[r : r + 1] for a in arguments))
         assert torch.equal(alone[0], token[r : r + 1]) and same_bits(alone[1], logprob[r : r + 1])
 
 
@@ -516,7 +516,7 @@ def test_too_little_memory_is_an_error_and_not_the_end(threads: int) -> None:
             attention.on_cpu, q, k, k, ints([0, 1]), ints([513]), ints([list(range(513))]), 1.0
         ),
         "draw": partial(draw, logits),
-        "logprobs": partial(logprobs.on_cpu, logits, torch.ones(1), ints([[0]])),
+        "logprobs": partial(logprobs.logprobs, logits, torch.ones(1), ints([[0]])),
         "top_ids": partial(logprobs.top_on_cpu, logits, 24_000_000),
     }  # fmt: skip
     scores = torch.randn(9, 50)

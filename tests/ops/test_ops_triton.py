@@ -141,7 +141,7 @@ def test_edges(dtype: torch.dtype):
         logprob.masked_fill(fed, torch.nan),
     )
     told = [(torch.zeros(1500, 6).int().to(DEVICE), torch.zeros(5, 1504).int().to(DEVICE)[:, :1500]) for _ in range(2)]
-    for noted, (guess, going) in zip((go_on.launch, go_on.on_cpu), told, strict=True):
+    for noted, (guess, going) in zip((go_on.launch, go_on.go_on), told, strict=True):
         noted(token, gaps, last, table, guess, going, 3, 16, 100, 1)
     assert all(a.equal(b) for a, b in zip(*told, strict=True)) and (told[0][0][:, 3] == -1).equal(fed)
 
@@ -172,7 +172,7 @@ def test_what_a_chain_catches_up_with(rows: int, most: int, size: int, behind: i
     reads, ours = catch_up_case(rows, most, size, behind, seed)
     sizes: Any = (rows, most, size, behind)
     host: Any = [x.cpu() for x in [*reads, *ours]]
-    for run, tensors in ((go_on.catch_up_launch, [*reads, *ours]), (go_on.catch_up_on_cpu, host)):
+    for run, tensors in ((go_on.catch_up_launch, [*reads, *ours]), (go_on.catch_up, host)):
         run(*[*tensors, *sizes])
     assert all(a.cpu().equal(b) for a, b in zip(ours, host[5:], strict=True)) and host[8].diff()[:rows].min() > 0
 

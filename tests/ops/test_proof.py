@@ -118,6 +118,8 @@ def test_several_blocks_are_attended_at_once_where_few_programs_run(monkeypatch:
 
     one = first(1, 1, 256, Bounds(window=512, sinks=True))
     assert (one.at_once, one.parts, one.splits) == (1, 4, 17)  # 68 programs, of which 4 find keys at first
-    assert first(2, 8, 128, CAUSAL).parts == first(2, 8, 128, CAUSAL).at_once == 2 and first(1, 8, 64, CAUSAL).parts == 1
+    assert (
+        first(2, 8, 128, CAUSAL).parts == first(2, 8, 128, CAUSAL).at_once == 2 and first(1, 8, 64, CAUSAL).parts == 1
+    )
     for rows, bounds in ((3, CAUSAL), (1, Bounds(cap=3.0)), (1, Bounds(causal=False)), (1, Bounds(reach=True))):
         assert not first(rows, 8, 128, bounds).at_once
