@@ -5,6 +5,8 @@ and `done` is False where it was not.
 """
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ from proof import Answer, Ask, alone, ask_params, shuffled, total
 
 from fengine import Engine
 from fengine.ops import linear
+from fengine.ops.e4m3 import Rows
 
 SHORT = 64  # tokens of the longest prompt that the preempted layout takes
 
@@ -145,6 +148,36 @@ def preempted(llm: Engine, case: Case) -> Outcome:
     return Outcome([r for _, r in rows], got, f"{count} preemptions of {len(rows)} requests", count > 0)
 
 
+OTHER_WORK = """
+import torch
+x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+print("begun", flush=True)
+while True:
+    for _ in range(50):
+        x @ x
+    torch.cuda.synchronize()
+"""
+
+
+@contextmanager
+def other_work() -> Iterator[None]:
+    """While it lasts, another process multiplies on the GPU, which is taken from a kernel in its midst for that."""
+    with subprocess.Popen([sys.executable, "-c", OTHER_WORK], stdout=subprocess.PIPE) as other:
+        try:
+            if other.stdout is None or not other.stdout.readline():
+                raise RuntimeError("the process beside did not begin")
+            yield
+        finally:
+            other.kill()
+
+
+def shared(llm: Engine, case: Case) -> Outcome:
+    """In random batches, on a GPU that another process uses, too."""
+    with other_work():
+        got = [answer for seed in (27, 28, 29) for answer in shuffled(llm, case.asks, seed, True)]
+    return Outcome(case.reference * 3, got)
+
+
 def guessed(llm: Engine, case: Case) -> Outcome:
     """With tokens guessed ahead, batched and alone."""
     few = slice(0, 8)
@@ -195,6 +228,14 @@ def drafted(llm: Engine, case: Case) -> Outcome:
 # -- the negative control ---------------------------------------------------------------------------------------------
 
 
+def in_halves(x_TK: Any) -> list[Any]:
+    """x with zeros in the second half of its columns, and in the first; of e4m3 rows, too. Pure."""
+    if isinstance(x_TK, Rows):
+        return [x_TK._replace(codes_TK=codes_TK) for codes_TK in in_halves(x_TK.codes_TK)]
+    first_K = torch.arange(x_TK.shape[1], device=x_TK.device) < x_TK.shape[1] // 2
+    return [torch.where(kept_K, x_TK, 0) for kept_K in (first_K, ~first_K)]
+
+
 @contextmanager
 def careless_linear() -> Iterator[None]:
     """While it lasts, linear layers are summed in two halves of K whenever a step has more than one row.
@@ -206,11 +247,9 @@ def careless_linear() -> Iterator[None]:
     def careless(
         x_TK: Any, w: Any, bias_N: Any = None, adapters: Any = None, out_dtype: Any = None, **more: Any
     ) -> Any:
-        if x_TK.shape[0] < 2:
+        if len(x_TK.codes_TK if isinstance(x_TK, Rows) else x_TK) < 2:
             return honest(x_TK, w, bias_N, adapters, out_dtype, **more)
-        first = x_TK.clone()
-        first[:, x_TK.shape[1] // 2 :] = 0
-        halves = [honest(x, w, None, adapters, torch.float32, **more) for x in (first, x_TK - first)]
+        halves = [honest(x, w, None, adapters, torch.float32, **more) for x in in_halves(x_TK)]
         y_TN = halves[0] + halves[1]
         return (y_TN if bias_N is None else y_TN + bias_N).to(out_dtype or x_TK.dtype)
 
@@ -259,6 +298,7 @@ def layouts(case: Case) -> list[Layout]:
         Layout("page edges -1, 0, +1", edges),
         Layout("decoded, then prefilled", prefilled),
         Layout("re-scored as a prompt", rescored),
+        *([Layout("GPU shared", shared)] if gpu else []),
         Layout("control: split sums", control, few | {"enable_torch_compile": False}, control=True),
         Layout("preempted", preempted, tight),
         Layout("guessing ahead", guessed, {"speculative_algorithm": "NGRAM"}),

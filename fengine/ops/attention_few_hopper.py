@@ -18,6 +18,7 @@ from fengine.ops.attention_hopper import halved
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_merge_hopper import merge, merge_stored, sinks_of, store_rows
 from fengine.ops.registration import (
+    barrier_ring,
     barriers,
     begin,
     dependent_launch,
@@ -231,7 +232,7 @@ def few_kernel(
         own = gl.allocate_shared_memory(gl.float32, [16, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         maxima = maxima + (own,)  # noqa: RUF005
     k_full, empty = barriers(STAGES, WIDE * BLOCK // BOX, 1)
-    v_full, _ = barriers(STAGES, WIDE * BLOCK // BOX, 1)
+    v_full = barrier_ring(STAGES, WIDE * BLOCK // BOX)
     fence_async_shared()
     begin(PDL)
     gl.warp_specialize(

@@ -191,9 +191,14 @@ def describe(t: Tensor, *block: int) -> Any:
 @gluon.jit
 def barriers(COUNT: gl.constexpr, WRITTEN: gl.constexpr, READ: gl.constexpr):
     """(full, empty) of the slots of a ring: after so many arrivals each is WRITTEN, or has been READ."""
-    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    return barrier_ring(COUNT, WRITTEN), barrier_ring(COUNT, READ)
+
+
+@gluon.jit
+def barrier_ring(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that wait for so many arrivals. Whoever makes some uses all: the compiler gives the memory of an unused
+    one to other values, and a GPU that interrupts the kernel for another process writes the barrier over them."""
+    ring = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(COUNT):
-        mbarrier.init(full.index(slot), count=WRITTEN)
-        mbarrier.init(empty.index(slot), count=READ)
-    return full, empty
+        mbarrier.init(ring.index(slot), count=ARRIVALS)
+    return ring
