@@ -134,10 +134,13 @@ def _texts(content: Any, where: str) -> Any:
 
 def _message(message: Any, where: str) -> list[Any]:
     """One message as those of a chat: results of tools are messages of their own. Errors: ApiError."""
-    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(message, dict):
+        return [message]
+    only(message, ("role", "content"), where, "messages")
+    content = message.get("content")
     if not isinstance(content, list):
         return [message]
-    told, results = {key: value for key, value in message.items() if key != "content"}, list[Any]()
+    told, results = dict[str, Any](role=message.get("role")), list[Any]()
     for i, block in enumerate(content):
         kind = _kind(block, at := f"{where}.content[{i}]")
         if kind == "text":

@@ -49,7 +49,8 @@ def generate(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     counts = [one["n"] for one in params if isinstance(one, dict) and type(one.get("n")) is int]
     rows = (len(prompts) if several else 1) * max(1, *counts, 1)
     writer = GenerateWriter(engine.tokenizer, not several and rows == 1, with_texts)
-    return Plan(request, rows, writer.whole, writer, deltas=False)
+    words = {} if body.get("extra_key") is None else {"cache_salt": "extra_key"}
+    return Plan(request, rows, writer.whole, writer, words, deltas=False)
 
 
 class GenerateWriter(Writer):

@@ -11,6 +11,7 @@ from fengine.server.tool_calls import PYTHON_TAG, Format, ToolCall, call_of, rea
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_HEADS = ("<|", "to=")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message of harmony
 
 
@@ -105,8 +106,8 @@ def _forced(text: str, last: bool) -> Parts:
 def _harmony(text: str, last: bool) -> Parts:
     """gpt-oss's channels: analysis is reasoning, final and commentary are content, messages to functions are calls."""
     head, calls, name, at = text.lstrip(), list[ToolCall](), "", 0
-    parts, kind = {"reasoning": "", "content": ""}, "header" if head.startswith(("<|", "to=")) else "content"
-    marker = "" if not last and len(head) < 2 else " "  # a text without channels is content
+    parts, kind = {"reasoning": "", "content": ""}, "header" if head.startswith(_HEADS) else "content"
+    marker = "" if not last and any(one.startswith(head) for one in _HEADS) else " "  # without channels it is content
     while marker:
         body, marker, at = _cut(text, at, ("<|message|>",) if kind == "header" else _ENDS, last)
         if kind == "header":

@@ -155,6 +155,8 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     parts = _content(item.get("content") or item.get("summary") or [], where)
+    if isinstance(parts, list) and any(is_image(part) for part in parts):
+        raise invalid("input", f"{where}: a thought must be a text or text parts; it has no images.")
     thought = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
     return {"role": "assistant", "reasoning_content": thought, "content": ""}
 
@@ -163,7 +165,7 @@ def _content(content: Any, where: str) -> Any:
     """Parts as chats write them. Errors: ApiError for what is no text."""
     if isinstance(content, str) or content is None:
         return content
-    for part in content if isinstance(content, list) else [content]:
+    for part in content if isinstance(content, list) else [None]:
         text = isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)
         if not text and not is_image(part):
             raise invalid("input", f"{where}: content must be a text, input_text or input_image parts; no files.")

@@ -121,6 +121,11 @@ def left_open(messages: list[dict[str, Any]], rendered: str, render: Callable[[A
     return shown
 
 
+def _listed(names: list[str]) -> str:
+    """For one line of a log, however many there are. Pure."""
+    return ", ".join(repr(name[:80]) for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 class ChatTemplate:
     """A chat template that compiles. Rendering is a function of its arguments (and of the clock if it asks for it)."""
 
@@ -147,11 +152,11 @@ class ChatTemplate:
                 raise UnknownParameterError(
                     f"the chat template's variable {name!r:.80} has a meaning of its own; others are: {known}."
                 )
-            if name not in self.variables and name not in FIXED:
-                logger.info("The chat template does not read %r, which is ignored; it takes: %s.", name[:80], known)
-        for name in sorted({key for message in messages for key in message} - UNSAID):
-            if name not in self.source:
-                logger.info("The chat template does not name %r, which a message has.", name[:80])
+        if unread := [name for name in values if name not in self.variables and name not in FIXED]:
+            logger.info("The chat template does not read %s, which is ignored; it takes: %s.", _listed(unread), known)
+        keys = sorted({key for message in messages for key in message} - UNSAID)
+        if unnamed := [key for key in keys if key not in self.source]:
+            logger.info("The chat template does not name %s, which a message has.", _listed(unnamed))
         given = {**special_tokens, **FIXED, "add_generation_prompt": add_generation_prompt, **values}
         return self._ask(given | {"messages": messages}, max_chars)
 

@@ -34,6 +34,9 @@ def test_what_a_tool_or_an_output_has_in_messages() -> None:
         {"system": [{"type": "text", "text": "a", "citations": [{}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a", "is_error": "yes"}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "f", "caller": {"type": "code"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a"}], "name": "f"}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}], "tool_calls": "f"}]},
+        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "b"}]},
     ):
         with pytest.raises(ApiError):
             to_chat(body | change)
@@ -53,6 +56,13 @@ def test_that_a_tool_has_failed_is_the_templates_to_read() -> None:
     ]
     told = to_chat({"messages": [{"role": "user", "content": results}], "max_tokens": 1})["messages"]
     assert [message.get("is_error") for message in told] == [True, None]
+
+
+def test_a_null_in_a_message_is_nothing() -> None:
+    thought: dict[str, Any] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}]}
+    thought |= {"reasoning_content": None, "tool_calls": None}
+    (told,) = to_chat({"messages": [thought], "max_tokens": 1})["messages"]
+    assert told == {"role": "assistant", "content": "", "reasoning_content": "Hm"}
 
 
 def test_a_summary_is_the_thought_where_there_is_no_other() -> None:

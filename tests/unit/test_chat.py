@@ -254,6 +254,11 @@ def test_variables(made, tmp_path, caplog):
         assert [line for line in caplog.messages if " name " in line] == [
             "The chat template does not name 'is_error', which a message has."
         ]
+        caplog.clear()  # whoever asks cannot fill the log
+        many = {f"k{i:02}": "x" for i in range(50)}
+        ours.apply_chat_template([{"role": "user", "content": "a", **many}], **many)
+        named = ", ".join(repr(name) for name in list(many)[:8])
+        assert [line.partition(named)[2][:12] for line in caplog.messages] == [" and 42 more"] * 2
     for name in ("bos_token", "raise_exception", "range", "self"):
         with pytest.raises(UnknownParameterError, match="meaning of its own; others are: date_string"):
             ours.apply_chat_template(CHATS[0], **{name: "x"})
