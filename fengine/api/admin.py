@@ -32,7 +32,7 @@ def close_session(engine: HasContext, session_id: str) -> None:
 
 def abort(engine: HasContext, rid: str | None = None, abort_all: bool = False) -> None:
     """Ends the request with exactly this rid, or all; their calls return what there is, finish type "abort". A rid that
-    is unknown, or has finished, is left alone. Returns at once."""
+    is unknown, or has finished, is left alone. Returns at once. Errors: InvalidRequestError."""
     if not abort_all and not isinstance(rid, str):
         raise InvalidRequestError(f"abort needs a rid (a string) or abort_all=True, got rid={told(rid)}.")
     engine._parts.core.abort_rids(None if abort_all else {str(rid)})
@@ -41,7 +41,8 @@ def abort(engine: HasContext, rid: str | None = None, abort_all: bool = False) -
 def pause_generation(engine: HasContext, mode: str = "abort") -> None:
     """No step is planned until `continue_generation`; requests that come meanwhile wait. "abort" first ends all
     requests as `abort` does. "in_place" leaves them as they are, with their KV. "retract" sends them back to the queue:
-    they give their pages back, so that `flush_cache` works, and are computed again. Returns when it holds."""
+    they give their pages back, so that `flush_cache` works, and are computed again. Returns when it holds. Errors:
+    InvalidRequestError for another mode."""
     if mode not in PAUSE_MODES:
         raise InvalidRequestError(f"Invalid mode: {told(mode)}. Expected one of {list(PAUSE_MODES)}.")
     engine._parts.core.call("pause", mode=mode)
@@ -60,7 +61,8 @@ class FlushResult(NamedTuple):
 
 
 def flush_cache(engine: HasContext) -> FlushResult:
-    """Empties the prefix cache; refused (success False) while requests run."""
+    """Empties the prefix cache. Refused (success False) while requests run or wait; of a paused engine only while some
+    run."""
     if engine._parts.core.call("flush_cache"):
         return FlushResult(True, "the prefix cache is empty")
     return FlushResult(False, "the cache was not flushed: requests are running; wait for them or abort them")

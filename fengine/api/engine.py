@@ -167,9 +167,9 @@ class Engine:
         prompts, a list has one entry for each. A chunk of a stream holds everything so far (or, with
         `incremental_streaming_output`, what is new); where there are several results it carries its `index`. Logprob
         options have an effect only with `return_logprob`; hidden states are `FloatList`s. `custom_logit_processor` is a
-        callable (logits, [params]) -> logits of this process, or its registered name. Errors are raised here, before
-        anything is queued. A request that fails by itself (non-finite logits, its processor) raises its error here, or
-        in a stream ends with a chunk whose finish reason is an abort with the message."""
+        callable (logits [1, V], [params]) -> logits of this process, or its registered name. Errors are raised here,
+        before anything is queued. A request that fails by itself (non-finite logits, its processor) raises its error
+        here, or in a stream ends with a chunk whose finish reason is an abort with the message."""
         req = record_of(GenerateReqInput, args, kwargs)
         return Stream(self.submit(req), self) if req.stream is True else complete(self._context, *self._requests(req))
 

@@ -74,7 +74,8 @@ class WaitingQueue:
         self.remove(request)
 
     def candidates(self, count: int) -> list[Request]:
-        """Up to `count` requests (LPM: and up to LPM_WINDOW) in the order in which they should be admitted now."""
+        """Up to `count` requests in the order in which they should be admitted now. Without priorities, policies beyond
+        fcfs look at the LPM_WINDOW oldest only. Pure."""
         waiting = self._requests.values()
         if self._ranked:  # preempted requests, then the new ones by priority; arrival breaks ties, whatever the policy
             return nsmallest(count, waiting, key=lambda r: (False, 0) if r.num_preempted else (True, -r.priority))

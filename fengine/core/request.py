@@ -84,7 +84,7 @@ class Request:
     params: SamplingParams
     seed: int  # the resolved sampling seed: the caller's, or derived from (engine seed, request index)
     max_new_tokens: int  # after clamping to context and pool
-    stop_ids: frozenset[int]  # eos ids and stop_token_ids that end this request; empty with ignore_eos
+    stop_ids: frozenset[int]  # eos ids and stop_token_ids that end it; with ignore_eos none, unless it has a grammar
     arrival: int = 0  # set by Scheduler.add; the order of service in FCFS and of preemption
     full: int = 0  # set by Scheduler.add: its tokens when all that were asked for are drawn
     logprobs: list[float] = field(default_factory=list)

@@ -84,7 +84,7 @@ class EngineCore:
     def call(self, name: str, attached: Any = None, **arguments: Any) -> Any:
         """Has a command executed between two steps, and returns its answer or raises its error. Inside a step, where
         only a logit processor can ask, commands that need a step's end are refused. Errors: EngineClosedError,
-        EngineDeadError, EngineBusyError."""
+        EngineDeadError, EngineBusyError, UnsupportedFeatureError for a name that is not a command's."""
         if self.system.current() is not self.threads[0]:
             return self.inbox.call(name, arguments, attached, self.threads[0].is_alive)
         self.inbox.check()

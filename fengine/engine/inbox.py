@@ -4,7 +4,8 @@
     abort        rids               end them (None: all) in whatever state; attached: the states that are meant
     pause        mode               schedule no step: "abort" ends all, "retract" sends what runs back to the queue
     resume                          schedule steps again
-    flush_cache                     empty the prefix cache, if no request runs; answers whether it was emptied
+    flush_cache                     empty the prefix cache, unless requests run, or wait and the loop is not paused;
+                                    answers whether it was emptied
     get_stats                     * counters, and what is refused
     ping                          * answers as soon as the loop can
     watch_steps, unwatch_steps key  tell of every step from here on; attached: who is called with each `StepRecord`

@@ -7,7 +7,7 @@ draws from the target's. So the two agree as often as their logits allow, and no
 is not kept. Its KV lies under the target's page ids, in pages of its own memory; guesses beyond a row's pages go to a
 page that every row slot has for them. Rows wait for their tokens while they are tried, because a guess needs all of
 them; a request whose guesses do not pay rests, and runs as any other. On CUDA the device goes on to the next guesses
-behind a step that the host has not read (`ahead.py`).
+behind a step that the host has not read (`go_ahead`).
 Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
 """
 

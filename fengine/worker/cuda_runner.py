@@ -98,7 +98,7 @@ class CudaRunner:
         return torch.cuda.current_stream(self.device.index)  # by number: to look it up takes longer than a launch
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
-        """Captures every bucket's graphs over `kv`; `prepare` has run once before."""
+        """Captures every bucket's graphs over `kv`, which it returns; `cuda_start.prepare` has run once before."""
         self._enter()
         self.kv = [kv]
         self.graphs.clear()
@@ -121,8 +121,8 @@ class CudaRunner:
         self._run_sampler(bucket, 0, self._run_forward(bucket, 0), (), None)
 
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
-        """Starts a step. The state must be the one that the graphs were captured with: same storage, handed on. Where
-        its draws wait for masks, its sampler is launched with the next step, or when its result is asked."""
+        """Starts a step. Modifies: the storage of `kv`, which must be the state that `warm_up` was given. Where draws
+        wait for masks, the sampler is launched with the next step, or when the result is asked."""
         self._enter()
         assert kv is self.kv[0], "another KV state than the one whose addresses the graphs hold"
         self.finish()

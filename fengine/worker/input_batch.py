@@ -27,7 +27,8 @@ class InputBatch:
         write_adapter: Callable[[int, int], None] | None = None, images: ImageInputs | None = None,
         grouped: bool = False, guesses: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
-        """`grouped`: windowed layers have pages of their own. `guesses`: where they are fed from, how many a row."""
+        """`grouped`: windowed layers have pages of their own. `guesses`: index of the first in `last_token_R`, and how
+        many each row slot has there."""
         self.guesses = guesses
         self.images = images
         self.page_size, self.adapter_slots, self.write_adapter = page_size, adapter_slots, write_adapter

@@ -22,7 +22,7 @@ IDS = 8  # page ids for each page of a model whose layers are all windowed
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Keys and values of all layers."""
+    """Bytes of the keys and values of all layers."""
     head = spec.head_dim + 1 if spec.few_kv else spec.head_dim * dtype.itemsize
     return 2 * spec.num_layers * spec.num_kv_heads * head
 
@@ -125,7 +125,7 @@ def new_pool(spec: ModelSpec, size: PoolSize, page_size: int, dtype: torch.dtype
 
 
 def pool_bytes(spec: ModelSpec, size: PoolSize, page_size: int, dtype: torch.dtype) -> int:
-    """Of keys and values. Pure."""
+    """Bytes of keys and values. Pure."""
     pages, own = size.stored
     layers = len(spec.window_layers) if own else 0
     each = kv_bytes_per_token(spec, dtype) * page_size // spec.num_layers

@@ -63,7 +63,8 @@ def make_unembed(spec: ModelSpec) -> UnembedFn:
 def sample(logits_RV: Tensor, tensors: Tensors, stages: Sequence[LogitsStage] = (), top: int | None = None) -> Sampled:
     """Gumbel-max draw from softmax(logits / temperature) over the kept set (top-k, top-p, min-p), behind the stages.
 
-    `tensors`: the fields of INPUTS that have an R alone, and those of the stages.
+    `tensors`: the fields of INPUTS that have an R alone, and those of the stages. `top`: how many of each row's
+    likeliest ids are told; None: no logprobs but those of the draws.
 
     The noise is counter-based, keyed by (request seed, position, vocabulary id), so a draw depends on its own row only.
     Modifies: logits_RV and the stages' tables, where there are stages.
@@ -101,8 +102,9 @@ def read_out(
     params: Params, unembed: UnembedFn, hidden_TD: Tensor, step: StepInput, draws: Callable[[], np.ndarray],
     likeliest: Callable[[], Scores] | None,
 ) -> Result:  # fmt: skip
-    """Launches what a step brings from its hidden states; what it returns gives all that it found. `draws` waits for
-    the step, and gives tokens and the bits of their logprobs, [2, R]; `likeliest` is called then."""
+    """Launches what is read from hidden_TD: prompt logprobs and wanted hidden states. The result waits for the step and
+    gives its StepOutput. `draws` waits for tokens and the bits of their logprobs, int32 [2, R]; `likeliest` is called
+    after it."""
     prompts = [(rows.spans, score_prompts(partial(unembed, params), hidden_TD, rows)) for rows in step.prompts]
     hidden_HD = None
     if step.hidden_H is not None:
