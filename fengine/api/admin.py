@@ -95,9 +95,9 @@ def get_all_child_pids(engine: HasContext) -> list[int]:
 def start_profile(engine: HasContext, **kwargs: Any) -> None:
     """Records a trace, from step `start_step` on and for `num_steps` steps, or until `stop_profile`.
 
-    Keywords: output_dir (default: FENGINE_TORCH_PROFILER_DIR, or the temporary folder), start_step, num_steps,
-    activities (of "CPU", "GPU"), with_stack, record_shapes, profile_id, profile_prefix. The file is
-    `[prefix-]id.trace.json.gz`. Errors: ProfileError if profiling is on or the folder cannot be written,
+    Keywords: output_dir (default: FENGINE_TORCH_PROFILER_DIR or SGLang's variable, else the temporary folder),
+    start_step, num_steps, activities (of "CPU", "GPU"), with_stack, record_shapes, profile_id, profile_prefix. The
+    file is `[prefix-]id.trace.json.gz`. Errors: ProfileError if profiling is on or the folder cannot be written,
     InvalidRequestError, UnsupportedFeatureError."""
     engine._parts.profile.start(**kwargs)
 

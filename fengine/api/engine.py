@@ -169,7 +169,7 @@ class Engine:
         options have an effect only with `return_logprob`; hidden states are `FloatList`s. `custom_logit_processor` is a
         callable (logits [1, V], [params]) -> logits of this process, or its registered name. Errors are raised here,
         before anything is queued. A request that fails by itself (non-finite logits, its processor) raises its error
-        here, or in a stream ends with a chunk whose finish reason is an abort with the message."""
+        here. In a stream it ends with a chunk whose finish reason is an abort with the message."""
         req = record_of(GenerateReqInput, args, kwargs)
         return Stream(self.submit(req), self) if req.stream is True else complete(self._context, *self._requests(req))
 

@@ -108,8 +108,8 @@ class OutputCollector:
         self.ready.put(0)
 
     def read(self, index: int) -> Output | None:
-        """What is new of one state, as SGLang's dict; None if nothing is. Errors: the state's own, but in a stream a
-        request that failed by itself ends with a chunk that tells so, and its neighbours go on."""
+        """What is new of one state, as SGLang's dict; None if nothing is. Errors: the state's own. In a stream one
+        that failed by itself ends with a chunk that tells so instead, and its neighbours go on."""
         self.dirty[index] = False
         state, log = self.states[index], self.context.log
         if index not in self.open:

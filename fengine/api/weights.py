@@ -59,8 +59,8 @@ def init_weights_update_group(
     engine: HasContext, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str,
     backend: str = "nccl", *, timeout: float = GROUP_TIMEOUT,
 ) -> UpdateResult:  # fmt: skip
-    """Joins a trainer's group (its rank is 0) and waits for it up to `timeout` seconds, which is also how long a
-    broadcast may take. `backend`: "nccl" on CUDA, or "gloo"."""
+    """Joins a trainer's group, whose rank 0 is the trainer. `timeout`: seconds to wait for it, and for each broadcast.
+    `backend`: "nccl" on CUDA, or "gloo". (False, reason) if it cannot be joined."""
     engine._parts.core.call("ping")
     try:
         engine._parts.updates.groups.join(
@@ -72,6 +72,7 @@ def init_weights_update_group(
 
 
 def destroy_weights_update_group(engine: HasContext, group_name: str) -> UpdateResult:
+    """Leaves a group. (False, reason) if it is in none of that name."""
     engine._parts.core.call("ping")
     try:
         engine._parts.updates.groups.leave(group_name)
