@@ -104,7 +104,8 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
         return Pooling(sizes=sizes, activation=_own(directory)[1])
     folders = _modules(directory)
     normalize = _normalizes([kind for kind, _ in folders])
-    (prompt, _), (pool, with_prompt) = _own(directory), _pool(folders[1][1] / "config.json", config.get("hidden_size"))
+    prompt, activation = _own(directory)
+    pool, with_prompt = _pool(folders[1][1] / "config.json", config.get("hidden_size"))
     if prompt and pool != "last" and not with_prompt:
         raise UnsupportedFeatureError("the Pooling module leaves out the prompt (include_prompt false): not built.")
     dense, size = [], (config.get("hidden_size") or 0) * len(pools_of(pool))
@@ -114,7 +115,7 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     if normalize and folders[-1][1] != directory and os.path.lexists(path := folders[-1][1] / "config.json"):
         _read(path, "a Normalize module's config.json")
     lower, most = _text_limits(directory, positions=config.get("max_position_embeddings"))
-    return Pooling(pool, normalize, sizes, prompt, lower, most, tuple(dense))
+    return Pooling(pool, normalize, sizes, prompt, lower, most, tuple(dense), activation)
 
 
 def classifies(config: dict[str, Any]) -> bool:

@@ -235,6 +235,12 @@ def test_the_files_of_a_cross_encoder(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedFeatureError, match=list(change)[-1]):
             read_pooling(tmp_path, config)
         (tmp_path / name).write_text(json.dumps(files[name]))
+    (tmp_path / "sentence_bert_config.json").unlink()
+    modules = [{"path": "1_Pooling" * n, "type": f"x.{kind}"} for n, kind in enumerate(("Transformer", "Pooling"))]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))  # which a classifier does not need
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+    assert read_pooling(tmp_path, config).activation == "torch.Sigmoid"
 
 
 @pytest.mark.parametrize(("name", "key"), [("bert", "hidden_act"), ("modernbert", "hidden_activation")])
