@@ -9,6 +9,7 @@ from typing import Any
 from fengine.errors import (
     AbortedError,
     ContextLengthError,
+    EngineBusyError,
     EngineClosedError,
     EngineDeadError,
     FengineError,
@@ -22,7 +23,8 @@ from fengine.errors import (
     UnsupportedFeatureError,
 )
 
-UNAVAILABLE = (EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError, QueueFullError, TimedOutError)
+UNAVAILABLE = (EngineBusyError, EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError, QueueFullError,
+               TimedOutError)  # fmt: skip
 OURS = (NumericsError, LogitProcessorError)  # a request failed, and not for what it asked
 MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "tools", "functions")

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from serving import BOX, CHAT, KEY, PROMPT, Live, live, post, until
+from serving import BOX, CHAT, KEY, PROMPT, Live, live, paused, post, request, until
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.websockets import WebSocketDisconnect
@@ -123,6 +123,12 @@ def test_an_engine_sleeps_for_who_has_the_admin_key(engine: Engine, server: Live
     assert server.ask("POST", "/sleep").status == 401 and server.ask("GET", "/is_sleeping").json != asleep
     answer = server.ask("POST", "/sleep?level=0", **KEY)
     assert (answer.status, answer.error["param"]) == (400, "level")
+    with paused(engine), server.connect() as link:
+        link.sendall(request("POST", "/v1/completions", asked))
+        server.wait_for_rows(1, link)
+        answer = server.ask("POST", "/sleep", **KEY)
+        assert answer.status == 503 and "while requests run or wait" in answer.error["message"]
+    until(server.quiet)
     parts = ("/wake_up?tags=weights", "/wake_up?tags=kv_cache")
     bodies = ("/sleep", {"level": 2}, parts), ("/sleep?level=2", None, ("/wake_up",))
     for sleep, body, wakes in (("/sleep?level=1", None, ("/wake_up",)), *bodies):
