@@ -54,7 +54,7 @@ def config(*words: str):  # noqa: ANN201
         ("--frobnicate", "no option --frobnicate"),
         ("-p 9000", "-p (--package) and --resolve are of --cfg alone; settings are written key=value"),
         ("--resolve", "are of --cfg alone"),
-        ("Hello", """write key=value: a prompt is 'prompts=["Hello"]', or typed in fengine chat; a model is"""),
+        ("Hello", """write key=value: a prompt is fengine 'prompts=["Hello"]', or typed in fengine chat; a model is"""),
         ("lora.paths=[x=/a,y=/b]", """quote the texts of a list: lora.paths='["x=/a", "y=/b"]'"""),
         ('out={"a":"b"}', """quoted twice, for the shell and for fengine: out='"{"a":"b"}"'"""),
         ("--model qwen3-8b", "settings are written key=value; write model=qwen3-8b"),

@@ -196,7 +196,8 @@ def unreadable(word: str, problem: str, names: Collection[str] = ()) -> str:
         return first + f"write prompts={word:.200}; rows with columns: fengine eval task=jsonl task.data={word:.200}"
     if not sign:
         asked = shlex.quote(f"prompts={json.dumps([word[:100]], ensure_ascii=False)}")
-        kinds = {"task": f"a task is task={word:.100}", "prompts": f"a prompt is {asked}, or typed in fengine chat"}
+        asked = f"a prompt is fengine {asked}, or typed in fengine chat"  # which has the same keys
+        kinds = {"task": f"a task is task={word:.100}", "prompts": asked}
         told = [text for name, text in kinds.items() if name in names]
         return first + f"write key=value: {'; '.join([*told, f'a model is model={word:.100} or model.path=DIR'])}"
     if not value or re.search(r"[\"']", key):
