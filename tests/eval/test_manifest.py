@@ -106,12 +106,15 @@ def test_another_machine_is_refused_once_the_engine_tells(
 def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     write_rows(tmp_path / "rows.jsonl", 3)
-    assert run.main(["eval", "task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a", "seed=5"]) == run.OK
+    words = ["task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a", "seed=5", "scheduler.record=steps.jsonl"]
+    assert run.main(["eval", *words]) == run.OK
     record = json.loads((tmp_path / "a" / "manifest.json").read_text())
     identity = record["identity"]
     assert identity["config_sha256"] == canonical(identity["config"]) and identity["seeds"]["run_seed"] == 5
     assert identity["versions"]["torch"] and len(identity["code_sha256"]) == len(identity["input"]["sha256"]) == 64
     assert record["in_force"]["numerics"] == "exact" and record["in_force"]["engine"]["cache.page_size"] == 16
+    for engine in (record["in_force"]["engine"], identity["config"]):  # what is left of a run has another file for it
+        assert engine["scheduler.record"] is None
     assert record["surroundings"]["packages"] and record["sessions"][0]["argv"][0] == "task=jsonl"
     assert (tmp_path / "a" / "config.yaml").read_text().startswith("model:\n  path: box\n")
 

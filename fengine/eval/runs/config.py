@@ -150,6 +150,7 @@ class EvalConfig(Shared):
 
 # What may change between the parts of one run, since no result depends on it and it names no other experiment.
 FREE = ("out", "resume", "journal", "trace", "max_errors", "show", "view")
+OF_A_PART = ("scheduler.record",)  # so, too: a file that is never written over
 
 
 def evaluation_of(config: RunConfig, builtin: tuple[Any, ...]) -> EvalConfig:

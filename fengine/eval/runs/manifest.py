@@ -16,7 +16,7 @@ import fengine
 from fengine.errors import ResumeMismatchError, StorageError
 from fengine.eval.cli.schema import Point, flat
 from fengine.eval.runs import provenance
-from fengine.eval.runs.config import FREE, EvalConfig
+from fengine.eval.runs.config import FREE, OF_A_PART, EvalConfig
 from fengine.eval.runs.index import RowIndex
 from fengine.eval.runs.provenance import adapter_digests, canonical, code_digest, cpu_name, model_digests
 from fengine.eval.tasks.task import Task
@@ -39,7 +39,8 @@ def row_seed(run_seed: int, row_id: str, sample: int) -> int:
 
 def settings(config: EvalConfig) -> dict[str, Any]:
     """The resolved config, flat, without the keys that no result depends on. Pure."""
-    return {key: value for key, value in flat(config).items() if key.partition(".")[0] not in FREE}
+    values = flat(config) | dict.fromkeys(OF_A_PART)
+    return {key: value for key, value in values.items() if key.partition(".")[0] not in FREE}
 
 
 def identity(config: EvalConfig, task: Task, rows: RowIndex) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def in_force(engine: Any) -> dict[str, Any]:
     """What an open engine adds: every "auto" resolved, how many tokens of input it takes, what it computes on."""
     config, device = engine.config, engine.config.model.device
     return {
-        "engine": flat(config),
+        "engine": flat(config) | dict.fromkeys(OF_A_PART),
         "max_input": int(engine.get_server_info()["max_req_input_len"]),
         "numerics": config.numerics.value,
         "schedules": "the tables of code_sha256; of library calls, those proved bit for bit on this GPU",
