@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,17 @@ def test_help_fits_a_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     shown = screen.getvalue().splitlines()
     assert [line for line in shown if len(line) > 80] == []
     assert name != "eval" or "  fengine eval task=jsonl task.data=mine.jsonl model=qwen3-0.6b" in shown
+
+
+@pytest.mark.parametrize("words, own", [([], "sampling"), (["eval"], "task"), (["serve"], "cache")])
+def test_help_lists_the_groups_that_a_command_takes(
+    words: list[str], own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main([*words, "--help"]) == run.OK
+    listed = dict(re.findall(r"(?m)^(\w+): ([\w.-]+)", capsys.readouterr().out.partition("\nConfiguration (")[0]))
+    assert {own, "model", "parallel"} <= listed.keys()
+    chosen = [f"{group}={option}" for group, option in listed.items()]
+    assert run.main([*words, *chosen, "--cfg", "job"]) == run.OK, capsys.readouterr().err
 
 
 def test_help_has_a_word_on_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,11 +119,17 @@ class BadPoint:
 
 
 def annotated(text: str, schema: Schema) -> str:
-    """A help text with a word on every key of its configuration, its lists of options as wide as a terminal. Pure but
-    for the sources of the schemas."""
-    notes = notes_of(schema)
+    """A help text with a word on every key of its configuration, and without the groups that its command does not take;
+    their lists of options as wide as a terminal. Pure but for the sources of the schemas."""
+    notes, groups = notes_of(schema), {f.name for f in fields(schema.keys)}
+    groups |= {"experiment"} if "sampling" in groups else set()  # it chooses of all a run's groups
+
+    def options(row: re.Match[str]) -> str:
+        line = fill(row[0], 80, subsequent_indent="  ", break_on_hyphens=False)
+        return f"{line}\n" if row[1] in groups else ""
+
     head, mark, rest = text.partition("\nConfiguration (")  # before it there are the groups and their options
-    head = re.sub("(?m)^[a-z]+: .+", lambda row: fill(row[0], 80, subsequent_indent="  ", break_on_hyphens=False), head)
+    head = re.sub(r"(?m)^([a-z]+): .+\n", options, head)
     lines, path = [], list[str]()
     for line in rest.splitlines():
         if (found := _KEY.fullmatch(line)) is not None:
