@@ -91,7 +91,7 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     kind = choice.get("type")
     if kind == "tool":
         chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in CHOICES:
+    elif isinstance(kind, str) and kind in CHOICES:
         chosen = CHOICES[kind]
     else:
         raise invalid("tool_choice", f"tool_choice must have the type auto, any, tool or none, got {choice!r:.80}.")

@@ -28,6 +28,7 @@ def test_what_a_tool_or_an_output_has_in_messages() -> None:
         {"tools": [tool | {"defer_loading": True}]},
         {"tools": [tool | {"input_examples": [{}]}]},
         {"tool_choice": {"type": "auto", "names": ["f"]}},
+        {"tool_choice": {"type": ["auto"]}},
         {"thinking": {"type": "enabled", "budget": 3}},
         {"output_config": {"format": {"type": "xml"}}},
         {"output_config": {"length": 3}},
