@@ -171,6 +171,11 @@ def salted(given: dict[str, Any]) -> dict[str, Any]:
     return rest | {"cache_salt": given[named[0]]} if named else rest
 
 
+def salt_word(body: Mapping[str, Any]) -> dict[str, str]:
+    """As WORDS, of a body's own word for the salt. Pure."""
+    return {} if body.get("extra_key") is None else {"cache_salt": "extra_key"}
+
+
 # -- grammars, in OpenAI's, vLLM's and SGLang's words, as one sampling parameter --------------------------------------
 
 GUIDED = {  # vLLM's older fields -> the key of structured_outputs

@@ -14,7 +14,7 @@ from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options, refuse_chat
 from fengine.server.choices import finite
 from fengine.server.errors import invalid, missing
-from fengine.server.fields import MODEL, Field, Fields, array, flag, loose, salted, take
+from fengine.server.fields import MODEL, Field, Fields, array, flag, loose, salt_word, salted, take
 from fengine.tokenizer.tokenizer import Tokenizer
 
 GENERATE: Fields = {
@@ -49,8 +49,7 @@ def generate(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     counts = [one["n"] for one in params if isinstance(one, dict) and type(one.get("n")) is int]
     rows = (len(prompts) if several else 1) * max(1, *counts, 1)
     writer = GenerateWriter(engine.tokenizer, not several and rows == 1, with_texts)
-    words = {} if body.get("extra_key") is None else {"cache_salt": "extra_key"}
-    return Plan(request, rows, writer.whole, writer, words, deltas=False)
+    return Plan(request, rows, writer.whole, writer, salt_word(body), deltas=False)
 
 
 class GenerateWriter(Writer):

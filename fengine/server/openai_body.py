@@ -135,7 +135,7 @@ def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     )
     words = {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs", "input_ids": "prompt", "text": "prompt",
              "token_ids_logprob": "logprob_token_ids"}  # fmt: skip
-    return OpenAIRequest(given, arguments, fields.WORDS | words, count)
+    return OpenAIRequest(given, arguments, fields.WORDS | fields.salt_word(body) | words, count)
 
 
 def read_chat(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
@@ -152,7 +152,7 @@ def read_chat(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     chat = chat_options(given, has_grammar=any(name in sampling for name in GRAMMARS))
     words = {"max_new_tokens": most or "max_tokens", "top_logprobs_num": "top_logprobs",
              "token_ids_logprob": "logprob_token_ids"}  # fmt: skip
-    return OpenAIRequest(given, arguments, fields.WORDS | words, chat=chat)
+    return OpenAIRequest(given, arguments, fields.WORDS | fields.salt_word(body) | words, chat=chat)
 
 
 READERS: dict[str, Callable[[Mapping[str, Any], int], OpenAIRequest]] = {

@@ -282,6 +282,7 @@ def test_openai_requests(tmp_path: Path) -> None:
         (request(response_format={"type": "xml"}), "response_format must have the type"),
         (request(url="/v1/completions", prompt=["a", "b"]), "several prompts"),
         (request(lora_path="x"), "body.lora_path is not supported"),
+        (request(extra_key="x"), "body.extra_key is not supported"),
         (request(bad_words=["x"]), "body.bad_words is not supported"),
         (request(truncate_prompt_tokens=3), "body.truncate_prompt_tokens is not supported"),
         (request(prompt_logprobs=0), "body.prompt_logprobs is not supported"),

@@ -164,6 +164,7 @@ def test_a_profile_in_a_folder_that_cannot_be_written(server: Live) -> None:
 
 ITEMS: dict[str, Any] = {"query": "a", "items": ["b"], "label_token_ids": [1]}
 REFUSED = [
+    ("/v1/completions", {"extra_key": "x" * 5000}, "extra_key"),
     ("/v1/completions", {"allowed_token_ids": []}, "allowed_token_ids"),
     ("/v1/completions", {"allowed_token_ids": [-1]}, "allowed_token_ids"),
     ("/v1/completions", {"allowed_token_ids": [1 << 30]}, "allowed_token_ids"),

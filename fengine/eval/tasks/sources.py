@@ -253,7 +253,7 @@ def _columns(read: OpenAIRequest, body: Any) -> dict[str, Any]:
     rest = {name: value for name, value in arguments.items() if name not in ("text", "input_ids")}
     for name, value in (refused | rest).items():
         if value:
-            raise ApiError(400, f"body.{name} is not supported in a run")
+            raise ApiError(400, f"body.{read.words.get(name, name)} is not supported in a run")
     return {**prompt, "sampling": sampling}
 
 
