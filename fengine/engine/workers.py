@@ -112,7 +112,8 @@ def make_runner(
     guesses = rows * ((drafts.num_draft_tokens or 1) - 1) if drafts.algorithm.drafts and group is None else 0
     grouped = windows is not None and not windows.alone
     if device_of(config) == "cpu":
-        return CpuRunner(loaded.params, forward, unembed, slots, sampler, letters_of(loaded.spec), grouped)
+        return CpuRunner(loaded.params, forward, unembed, slots, sampler, letters_of(loaded.spec), grouped,
+                         bool(config.compile.enabled))  # fmt: skip
     return CudaRunner(
         loaded.params, forward, unembed, stages, tokens=tokens, vocab=loaded.spec.vocab_size,
         rows=max(rows, 0 if drafts.algorithm is Algorithm.none else drafts.step_tokens or 0), guesses=guesses,

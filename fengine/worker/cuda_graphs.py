@@ -1,5 +1,6 @@
 """The sizes that CUDA steps are padded to, and the graphs that are captured of them."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -43,10 +44,10 @@ class Buckets:
     def of(self, tokens: int, rows: int, adapters: bool = False) -> Bucket:
         """The smallest bucket that holds a step. One token a row is a decode step."""
         if tokens == rows:
-            size = next(s for s in self.decode if s >= rows)
+            size = self.decode[bisect_left(self.decode, rows)]
             return Bucket(size, size, size <= self.graph_rows, adapters)
-        size = next(s for s in self.tokens if s >= tokens)
-        rows = next(r for r in self.mixed_rows if r >= rows)
+        size = self.tokens[bisect_left(self.tokens, tokens)]
+        rows = self.mixed_rows[bisect_left(self.mixed_rows, rows)]
         return Bucket(size, rows, size <= self.prefill_tokens, adapters)
 
     def all(self) -> list[Bucket]:

@@ -124,24 +124,28 @@ def read_out(
     return result
 
 
+WARM = ((5, 3, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1))  # tokens, rows, pages of a row: after these all sizes are dynamic
+
+
 class CpuRunner:
     """Runs steps in the calling thread, without padding: if compiled, sizes are dynamic in the one graph."""
 
     def __init__(
         self, params: Params, forward: ForwardFn, unembed: UnembedFn, adapter_slots: int,
-        sampler: SampleFn = sample_rows, images: str = "", grouped: bool = False,
+        sampler: SampleFn = sample_rows, images: str = "", grouped: bool = False, compiled: bool = True,
     ) -> None:  # fmt: skip
         """`images`: letters of the fields of IMAGES. `grouped`: windowed layers have pages of their own."""
         self.params, self.forward, self.unembed, self.adapter_slots = params, forward, unembed, adapter_slots
         self.sampler, self.images, self.grouped = sampler, images, grouped
+        self.warm_sizes = WARM if compiled else WARM[:1]
         self.last_token_R = torch.zeros(1, dtype=torch.int32)  # drawn by the step before
         self.guess_token_S = self.last_token_R[:0]  # guesses are known when a step is launched
         self.drawn: Drawn = list  # gives the tokens of the step before
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
-        """Compiles the forward pass before the first request, without adapters and with; every later size reuses it."""
-        for (tokens, rows, width), slots in product(((5, 3, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1)),
-                                                    sorted({0, self.adapter_slots})):  # fmt: skip
+        """Compiles the forward pass before the first request, without adapters and with; every later size reuses it.
+        One that is not compiled is tried once."""
+        for (tokens, rows, width), slots in product(self.warm_sizes, sorted({0, self.adapter_slots})):
             sizes = {"T": tokens, "R": rows, "B": rows + 1, "N": max(width, -(-tokens // page_size))}
             sizes |= {"U": tokens, "Y": sizes["N"]} if self.grouped else {}
             sizes |= dict.fromkeys(self.images, tokens)
