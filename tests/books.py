@@ -5,6 +5,7 @@ Each check walks everything, privates included, and raises InvariantError with w
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
+from operator import gt
 from typing import Any, NamedTuple
 
 from fengine.core.images import ImageRows
@@ -51,12 +52,12 @@ def check_rows(rows: Rows) -> None:
         if arrivals != sorted(set(arrivals)):
             raise InvariantError("running requests are out of order")
     check_slots(rows.adapters, [(request.adapter_slot, request.adapter) for request in running])
-    nodes = () if rows.cache is None else look(rows.cache).nodes
-    check_pool(rows.pool, [request.pages for request in running], [node.page for node in nodes])
+    seen = None if rows.cache is None else look(rows.cache)
+    check_pool(rows.pool, [request.pages for request in running], () if seen is None else seen.pages)
     if isinstance(rows.pool, WindowPages):
         check_windows(rows.pool, [request.pages[request.window_start :] for request in running], rows.cache)
-    if rows.cache is not None:
-        check_cache(rows.cache)
+    if seen is not None:
+        check_ancestors(rows.pool, seen)
 
 
 def check_running(rows: Rows, request: Request) -> None:
@@ -119,7 +120,13 @@ def check_pool(
         ]
         told = [f"{p}: counted {pool._holders[p]} (cached {pool._kept[p]}), has {count[p]} ({kept[p]})" for p in pages]
         raise InvariantError("holders of pages are counted wrong:\n  " + "\n  ".join(told))
-    if sorted(pool._free) != [page for page, held in enumerate(count) if page and not held]:
+    free = set(pool._free)
+    if (
+        len(pool._free) != len(free)
+        or len(free) != count.count(0) - 1  # all but the null page
+        or (free and not 0 < min(free) <= max(free) < pool.num_pages)
+        or any(map(count.__getitem__, free))
+    ):
         raise InvariantError(f"the free list is {sorted(pool._free)}, holders are {count}")
     if (idle := [count[page] for page in pages_cached].count(1)) != pool.num_idle:
         raise InvariantError(f"idle pages: counted {pool.num_idle}, are {idle}")
@@ -148,7 +155,7 @@ class Look(NamedTuple):
     """What a prefix cache is made of, whose links and heap are right."""
 
     moment: tuple[int, int]
-    nodes: list[Any]
+    pages: list[int]
     pairs: list[tuple[int, int]]  # pages of a node and of its parent
 
 
@@ -159,7 +166,7 @@ def look(cache: PrefixCache) -> Look:
         nodes = nodes_of(cache)
         check_links(cache, nodes)
         pairs = [(node.page, node.parent.page) for node in nodes if node.parent is not cache._root]
-        known = Look(moment, nodes, pairs)
+        known = Look(moment, [node.page for node in nodes], pairs)
         if hasattr(cache, "known"):
             cache.known = known  # type: ignore[attr-defined]
     return known
@@ -167,8 +174,12 @@ def look(cache: PrefixCache) -> Look:
 
 def check_cache(cache: PrefixCache) -> None:
     """Links, counts, the heap, and that whoever holds a page holds all its ancestors."""
-    holders = cache.pool._holders
-    for page, above in look(cache).pairs:
+    check_ancestors(cache.pool, look(cache))
+
+
+def check_ancestors(pool: PagePool, seen: Look) -> None:
+    holders = pool._holders
+    for page, above in seen.pairs:
         if holders[above] == 1 < holders[page]:
             raise InvariantError(f"prefix cache: page {page} is held but its ancestor {above} is not")
 
@@ -178,7 +189,8 @@ def check_links(cache: PrefixCache, nodes: Sequence[Any]) -> None:
     queued = {node for _, _, node in cache._heap if node.parent is not None}
     if len(queued) != len(cache._heap):
         raise InvariantError("prefix cache: the heap keeps a page that was taken out, or one twice")
-    if any(cache._heap[(i - 1) // 2][:2] > entry[:2] for i, entry in enumerate(cache._heap) if i):
+    order = [entry[:2] for entry in cache._heap]
+    if any(map(gt, (above for above in order for _ in "lr"), order[1:])):
         raise InvariantError("prefix cache: the heap is out of order")
     if len(nodes) != cache.num_pages:
         raise InvariantError(f"prefix cache: {len(nodes)} pages, {cache.num_pages} counted")

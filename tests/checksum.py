@@ -78,19 +78,17 @@ def forward(params: Params, spec: ModelSpec, kv: KVState, batch: Tensors) -> tup
     size, windows, tables = kv.page_size, [spec.kind(layer).window for layer in range(spec.num_layers)], []
     for pages_PSGK, window in zip(kv.k_PSGK, windows, strict=True):
         flat, (slot_T, table_RN) = pages_PSGK.view(-1), places({"kind": LayerKind(window)}, batch)
-        for token, position, slot in zip(
-            batch["token_T"].tolist(), batch["pos_T"].tolist(), slot_T.tolist(), strict=True
-        ):
-            flat[slot] = mark(token, position)
+        marks = list(map(mark, batch["token_T"].tolist(), batch["pos_T"].tolist()))
+        flat[slot_T.long()] = torch.tensor(marks, dtype=flat.dtype)
         flat[:size] = -1.0
-        tables.append((flat, table_RN.tolist(), window))
+        tables.append((flat.int().tolist(), table_RN.tolist(), window))
     hidden_TD = torch.zeros(batch["token_T"].shape[0], 1)
     starts, lengths = batch["q_start_B"].tolist(), batch["kv_len_R"].tolist()
     for row, length in enumerate(lengths):
         for j in range(starts[row], starts[row + 1]):
             end = length - (starts[row + 1] - 1 - j)
             hidden_TD[j] = digest([
-                int(flat[table[row][p // size] * size + p % size])
+                flat[table[row][p // size] * size + p % size]
                 for flat, table, window in tables for p in range(max(end - window, 0) if window else 0, end)
             ])  # fmt: skip
     params["calls"].append(batch["token_T"].shape[0])

@@ -1,5 +1,6 @@
 """Shared by all tests: no network, and GPU tests only where there is a GPU."""
 
+import atexit
 import gc
 import logging
 import os
@@ -18,6 +19,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# At the end Triton's bindings report what the collector cannot take. Not sooner: pytest's own end collects five times.
+atexit.register(gc.unfreeze)
+
 # No example is judged by how long a busy machine takes for it.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
@@ -34,7 +38,7 @@ def fresh_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def small_pools() -> None:
     """The engines of tests need no more: the pool that users get is four fifths of a small model's start."""
     if pool := sys.modules.get("fengine.worker.kv_pool"):  # what collects no engine needs no torch
-        pool.CPU_POOL_BYTES = 32 << 20
+        pool.CPU_POOL_BYTES = 8 << 20
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -74,8 +78,3 @@ def own_log() -> Iterator[None]:
     yield
     package.setLevel(level)
     package.propagate, package.handlers[:] = propagate, handlers
-
-
-def pytest_unconfigure() -> None:
-    """At the end Triton's bindings report what the collector cannot take."""
-    gc.unfreeze()

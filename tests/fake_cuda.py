@@ -187,6 +187,7 @@ def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
 def use_draft_graphs(parts: Parts, monkeypatch: Any) -> Graphs:
     """Has a draft model that was made for the CPU go on with graphs; `use_graphs` has been called."""
     monkeypatch.setattr("fengine.speculative.chain.torch", Torch())
+    monkeypatch.setattr("fengine.speculative.chain.HELD", (16, 64))  # a CPU computes what a graph of 1,024 tokens pads
     stepper = parts.core.stepper
     speculation: Any = stepper.scheduler.speculation
     speculation.propose.graphs = True

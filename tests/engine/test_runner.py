@@ -32,9 +32,10 @@ def test_no_step_needs_a_bucket_that_warm_up_left_out(rows: int, tokens: int) ->
     buckets = Buckets(rows, tokens, True, True)
     known = set(buckets.all())
     for count in range(1, rows + 1):
-        for total in range(count, min(tokens, 1200) + 1):
-            for adapters in (False, True):
-                assert buckets.of(total, count, adapters) in known, (total, count)
+        odd = bool(count % 2)  # of sizes and rows that share a bucket some have adapters, others none
+        found = {buckets.of(total, count, (total % 2 > 0) != odd) for total in range(count, min(tokens, 1200) + 1)}
+        assert found <= known, count
+    assert {bucket.adapters for bucket in found} == {False, True} or tokens == rows
 
 
 def test_what_fails_in_a_capture_is_told_and_not_that_the_capture_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_a_seed_decides_everything() -> None:
         return (world.machine.turns, world.machine.clock, [state.request.token_ids for state in states],
                 [(state.finished, state.output.finish, str(state.error)) for state in states])  # fmt: skip
 
-    for seed in range(20):
+    for seed in range(10):
         assert trace(seed) == trace(seed)
 
 
@@ -82,7 +82,7 @@ def test_guesses_that_are_asked_for_twice_before_they_are_known_are_found(monkey
 
 @pytest.mark.parametrize("policy", [Policy.lof, Policy.random, Policy.shortest_prefill_first])
 def test_policies_that_plans_do_not_draw_hold(policy: Policy) -> None:
-    for seed in range(60):
+    for seed in range(20):  # tests/slow has more
         plan = plan_of(seed)
         assert violation(replace(plan, settings=replace(plan.settings, policy=policy))) is None, seed
 

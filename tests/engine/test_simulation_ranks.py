@@ -13,9 +13,10 @@ from fengine.engine.parallel.ranks import Ranks
 HEAR = Ranks._hear
 
 
-@pytest.mark.parametrize("first", range(0, 100, 50))
+@pytest.mark.parametrize("first", range(0, 50, 25))
 def test_schedules_hold(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + 50) if (found := violation(ranks_plan_of(seed)))}
+    """More of them in tests/slow."""
+    wrong = {seed: found for seed in range(first, first + 25) if (found := violation(ranks_plan_of(seed)))}
     assert not wrong
 
 

@@ -43,7 +43,7 @@ def brute_force(ids: list[int], least: int, most: int) -> tuple[int, int] | None
     return max(found) if found else None
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_the_index_finds_what_a_search_through_all_tokens_finds(data: st.DataObject) -> None:
     least = data.draw(st.integers(1, 4))
@@ -142,11 +142,11 @@ GUESSES = ["right", "wrong", "mixed", "foreign", "long", "ngram"]
 
 
 @pytest.mark.parametrize("guess", GUESSES)
-@pytest.mark.parametrize("lag", [0, 1])
-def test_any_proposer_gives_each_request_its_solo_tokens(guess: str, lag: int) -> None:
+def test_any_proposer_gives_each_request_its_solo_tokens(guess: str) -> None:
+    """Each seed with one lag; tests/slow has both."""
     drafts = correct = preemptions = 0
     for seed in range(25):
-        run = simulate(random_case(random.Random(f"{guess} {seed}"), guess=guess, lag=lag))
+        run = simulate(random_case(random.Random(f"{guess} {seed}"), guess=guess, lag=seed % 2))
         counters = run.scheduler.counters()
         drafts, correct = drafts + counters["drafts"], correct + counters["correct_drafts"]
         preemptions += counters["preemptions"]
@@ -350,7 +350,7 @@ Answers = list[tuple[list[int], list[float]]]
 
 def asked(temperature: float) -> list[dict[str, Any]]:
     return [
-        {"temperature": temperature, "sampling_seed": i, "max_new_tokens": 30 + 9 * i, "ignore_eos": True}
+        {"temperature": temperature, "sampling_seed": i, "max_new_tokens": 20 + 6 * i, "ignore_eos": True}
         | ({"top_p": 0.9, "top_k": 40} if i % 2 else {})
         for i in range(len(TEXTS))
     ]

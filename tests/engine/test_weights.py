@@ -559,7 +559,7 @@ def test_a_prompt_is_read_by_one_set_of_weights(two: tuple[Path, Path], kind: st
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_weights_change_while_generation_is_paused(two: tuple[Path, Path], mode: str) -> None:
-    prompt, sampling = [5, 6, 7], {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
+    prompt, sampling = [5, 6, 7], {"temperature": 0, "max_new_tokens": 250, "ignore_eos": True}
     with start(two[0]) as engine:
         between_steps(engine, 30, lambda: engine.pause_generation(mode))
         stream = engine.generate(input_ids=prompt, sampling_params=sampling, stream=True, return_logprob=True)
@@ -573,7 +573,7 @@ def test_weights_change_while_generation_is_paused(two: tuple[Path, Path], mode:
         split = meta["weight_versions"][1]["start"]
         tokens, logprobs = last["output_ids"], [t[0] for t in meta["output_token_logprobs"]]
     with start(two[1]) as other:
-        assert ask(other, [prompt + tokens[:split]], 900 - split) == [(tokens[split:], logprobs[split:])]
+        assert ask(other, [prompt + tokens[:split]], 250 - split) == [(tokens[split:], logprobs[split:])]
 
 
 def test_running_requests_may_be_aborted(two: tuple[Path, Path]) -> None:

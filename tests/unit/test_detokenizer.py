@@ -17,7 +17,7 @@ def made(tmp_path_factory):
 
 
 STREAMED = ["byte_level", "new_tokens", "unigram", "llama2", "llama2_no_prefix", "no_decoder", "wordpiece"]
-slow_ok = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+slow_ok = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite
@@ -145,7 +145,7 @@ def test_a_space_that_is_not_shown_ends_nothing(made):
         assert (text, detokenizer.matched, detokenizer.matched_tokens) == first_stop(tokenizer, ids, stops, True)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @example(["x n", " ' ", "t"])
 @given(st.lists(st.text(" .,?!'ntmvresx", max_size=7), max_size=8))
 def test_clean_up_in_pieces_equals_clean_up_at_once(pieces):
@@ -173,7 +173,7 @@ DECODERS = {
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ids=st.lists(st.integers(0, len(PIECES) - 1), max_size=8))
 def test_every_decoder_that_is_built_streams_what_the_library_decodes(name, ids):
     backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[]))

@@ -101,38 +101,38 @@ def cases(draw: st.DrawFn) -> Case:
                 draw(st.integers(0, 1)), vocab)  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases())
 def test_any_schedule_gives_each_request_its_solo_tokens(case: Case) -> None:
     simulate(case)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("policy", [Policy.fcfs, Policy.lpm])
-@pytest.mark.parametrize("lag", [0, 1])
-def test_many_schedules_and_everything_happens_in_them(page_size: int, policy: Policy, lag: int) -> None:
+def test_many_schedules_and_everything_happens_in_them(page_size: int) -> None:
+    """Each seed under one policy and lag; tests/slow has all of them."""
     runs: list[Run] = []
     for seed in range(50):
+        policy, lag = (Policy.fcfs, Policy.lpm)[seed % 2], seed // 2 % 2
         fixed = {"page_size": page_size, "policy": policy, "lag": lag, "cached": seed % 5 > 0}
         runs.append(simulate(random_case(random.Random(f"{seed} {page_size}"), **fixed)))
     assert sum(run.scheduler.counters()["hit_tokens"] for run in runs) > 100
     assert sum(run.shared_in_step for run in runs) > 0
-    assert sum(run.discarded for run in runs) > 0 or lag == 0
+    assert sum(run.discarded for run in runs) > 0
     assert max(run.most_rows for run in runs) >= 5
     if page_size < 16:  # pages small against the requests: pools do run dry
         assert sum(run.scheduler.counters()["preemptions"] for run in runs) > 5
-        assert sum(run.late for run in runs) > 0 or lag == 0
+        assert sum(run.late for run in runs) > 0
 
 
 def test_tight_pools_preempt_again_and_again() -> None:
     preemptions = 0
-    for seed in range(60):
+    for seed in range(30):
         rng = random.Random(seed)
         some = [Job([rng.randrange(50) for _ in range(rng.randrange(1, 6))], rng.randrange(20, 40)) for _ in range(6)]
         budget, policy = rng.choice([2, 9, 50]), rng.choice([Policy.fcfs, Policy.lpm])
         case = Case(some, 4, 13, 6, budget, policy, seed % 3 > 0, seed % 2, 50)
         preemptions += simulate(case).scheduler.counters()["preemptions"]
-    assert preemptions > 200
+    assert preemptions > 100
 
 
 # The first found an error: a page that others hold went below a foreign one. The others take a row with a new page out
@@ -143,7 +143,7 @@ def test_cases_that_are_rarely_drawn(seed: int, budget: int) -> None:
 
 
 def test_same_events_give_the_same_steps() -> None:
-    for seed in range(30):
+    for seed in range(15):
         first, second = (simulate(random_case(random.Random(seed))) for _ in range(2))
         assert first.log == second.log and len(first.log) > 0
 
