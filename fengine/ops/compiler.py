@@ -30,8 +30,8 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 # Kinds of CPU that wheels have kernels for, the best first: the flags of /proc/cpuinfo that it needs, the compiler's.
 LEVELS = {
     "x86-64-v4-bf16": (
-        "avx512_bf16 avx512vbmi avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma bmi1 bmi2 f16c movbe",
-        "-march=x86-64-v4 -mavx512bf16 -mavx512vbmi",
+        "avx512_bf16 avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma bmi1 bmi2 f16c movbe",
+        "-march=x86-64-v4 -mavx512bf16",
     ),
     "x86-64-v4": ("avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma bmi1 bmi2 f16c movbe", "-march=x86-64-v4"),
     "x86-64-v3": ("avx2 fma bmi1 bmi2 f16c movbe", "-march=x86-64-v3"),

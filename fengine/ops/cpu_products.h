@@ -47,6 +47,11 @@ INLINE vf vf_rounded(vf x, int kind) {
     }
 #if LANES == 16
     return (vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif LANES == 8 && defined(__F16C__)
+    vf_parts out = {x};
+    for (int i = 0; i < 2; i++)
+        out.part[i] = (nf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)out.part[i], _MM_FROUND_TO_NEAREST_INT));
+    return out.v;
 #else
     vu bits = (vu)x & 0x7fffffffu, sign = (vu)x & 0x80000000u;
     vf normal = (vf)((bits + 0xfffu + (bits >> 13 & 1u)) & ~0x1fffu);

@@ -37,63 +37,79 @@ INLINE const uint8_t *codes_of(const quantized_job *job, int64_t block, const in
     return job->codes + block / 2 * 2 * columns_of * BLOCK + block % 2 * BYTES(code);
 }
 
-/* The scales of one group of a block, and -zero * scale. */
+/* The scales of one group of a block, and -zero * scale; of 4 bits for each place that `four_bits` knows. */
+#define PLACES 3
+#define OFFSET(place) ((float)(4096 >> 4 * (place)))
 typedef struct {
-    vf scale[HALVES], shift[HALVES];
+    vf scale[HALVES], shift[HALVES][PLACES];
 } group_of;
 
-/* The exponent and mantissa of a small float, in the place where a float has its own, are so many times less. The
- * smallest are no normal floats there: they are lost if somebody has the CPU flush these to zero. */
-#define LESS(code) ((code) == FP8 ? SMALLER : 0x1p126f)
+/* Weights of int4 come as so many times what they are: see `nearest`. */
+#define LARGER(code, kind) ((code) == INT4 && (kind) == BF16 ? 65536.0f : 1.0f)
 
-INLINE void load_group(const quantized_job *job, int64_t block, int64_t group, const int code, group_of *out) {
+INLINE void load_group(const quantized_job *job, int64_t block, int64_t group, const int code, const int kind,
+                       group_of *out) {
     int64_t at = (block * job->groups + group) * BLOCK;
     UNROLL(2) for (int i = 0; i < HALVES; i++) {
-        out->scale[i] = vf_load(job->scale + at + 16 * i);
-        if (code == INT4 || code == INT8)
-            out->shift[i] = -from_integers(from_bytes(job->zero + at + 16 * i, 0)) * out->scale[i];
-        else
-            out->scale[i] *= LESS(code);
+        out->scale[i] = vf_load(job->scale + at + 16 * i) * vf_set(LARGER(code, kind));
+        vf zero = code == INT4 || code == INT8 ? from_integers(from_bytes(job->zero + at + 16 * i, 0)) : (vf){0};
+        if (code == INT4)
+            UNROLL(3) for (int place = 0; place < PLACES; place++)
+                out->shift[i][place] = -(vf_set(OFFSET(place)) + zero) * out->scale[i];
+        else if (code == INT8)
+            out->shift[i][0] = -zero * out->scale[i];
+        else if (code == FP8)
+            out->scale[i] *= SMALLER;
     }
 }
 
-/* The 4-bit codes of 16 outputs in column j of the 8 that `words` holds: dword 4 i + j / 2 has those of outputs 4 i to
- * 4 i + 3, from bit 8 (j % 2) on. */
-INLINE vu four_bits(vu words, int j) {
-    const vu place = {0, 4, 16, 20, 0, 4, 16, 20, 0, 4, 16, 20, 0, 4, 16, 20};
-    vu from = (vu){0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12} + (uint32_t)(j / 2), spread;
+/* Codes of 4 bits that begin at bit 11 + 4 place of each word, as floats, without a conversion: under an exponent they
+ * are OFFSET(place) + code. Of each word, bits 11 to 22 serve: (offset + zero) * scale has 13 + 11 bits at most. */
+INLINE vf four_bits(vu words, const int place) {
+    const vu mask = (vu){0} + (0x7800u << 4 * place), exponent = (vu){0} + (0x45800000u - 0x02000000u * (uint32_t)place);
 #if LANES == 16
-    spread = (vu)_mm512_permutexvar_epi32((__m512i)from, (__m512i)words);
-#elif LANES == 8
-    for (int i = 0; i < 2; i++) { /* eight indices count three bits, so that those of the later half count on */
-        __m256i half, index;
-        memcpy(&half, (const char *)&words + 32 * i, 32), memcpy(&index, (const char *)&from + 32 * i, 32);
-        half = _mm256_permutevar8x32_epi32(half, index);
-        memcpy((char *)&spread + 32 * i, &half, 32);
-    }
+    return (vf)_mm512_ternarylogic_epi32((__m512i)words, (__m512i)mask, (__m512i)exponent, 0xea); /* a & b | c */
 #else
-    for (int i = 0; i < 16; i++)
-        spread[i] = words[from[i]];
+    return (vf)((words & mask) | exponent);
 #endif
-    return spread >> (place + 8u * (j % 2)) & 15u;
 }
 
-/* The products of 32 outputs in one column, not yet rounded. */
-INLINE void products(const uint8_t *codes, const int j, const int code, const group_of *group, vf out[HALVES]) {
+/* What codes of fp4 stand for that each word begins with: a sign and a size. */
+INLINE vf small_floats(vu words) {
+#if LANES == 16
+    const vf values = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    return (vf)_mm512_permutexvar_ps((__m512i)words, (__m512)values);
+#elif LANES == 8
+    const nf sizes = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    vf_parts out = {(vf)words};
+    for (int i = 0; i < 2; i++)
+        out.part[i] = (nf)_mm256_permutevar8x32_ps((__m256)sizes, (__m256i)out.part[i]);
+    return (vf)((vu)out.v | (words << 28 & 0x80000000u));
+#else /* the size is a float's exponent and mantissa, but for what 2^126 makes up for */
+    return (vf)((words << 22 & 0x01c00000u) | (words << 28 & 0x80000000u)) * vf_set(0x1p126f);
+#endif
+}
+
+/* The products of 32 outputs in one column, not yet rounded. Of 4 bits it is column j of those that lie together. */
+INLINE void products(const uint8_t *codes, const vu words[HALVES], const int j, const int code, const group_of *group,
+                     vf out[HALVES]) {
     UNROLL(2) for (int i = 0; i < HALVES; i++) {
-        vu raw;
-        if (FOUR(code)) {
-            memcpy(&raw, codes + 64 * i, sizeof raw);
-            raw = four_bits(raw, j);
-        }
-        if (code == INT4 || code == INT8)
-            out[i] = vf_fma(from_integers(code == INT4 ? raw : from_bytes(codes + 16 * i, 0)), group->scale[i],
-                            group->shift[i]);
+        if (code == INT4) { /* columns 0, 3 and 6 are brought to the first place */
+            vu w = j < 3 ? words[i] << 11 : j < 6 ? words[i] >> 1 : words[i] >> 13;
+            out[i] = vf_fma(four_bits(w, j % PLACES), group->scale[i], group->shift[i][j % PLACES]);
+        } else if (code == INT8)
+            out[i] = vf_fma(from_integers(from_bytes(codes + 16 * i, 0)), group->scale[i], group->shift[i][0]);
         else if (code == FP8)
             out[i] = (vf)(from_bytes(codes + 16 * i, 1) << 20 & 0x87f00000u) * group->scale[i];
         else
-            out[i] = (vf)((raw << 22 & 0x01c00000u) | (raw << 28 & 0x80000000u)) * group->scale[i];
+            out[i] = small_floats(words[i] >> 4u * j) * group->scale[i];
     }
+}
+
+/* Products rounded to what `kind` holds. Those of int4 have 15 bits at most, and come 65536 times as large as a weight:
+ * with the weight added, a float holds it to its nearest of 8 bits, ties to even. */
+INLINE vf nearest(vf product, const int code, const int kind) {
+    return LARGER(code, kind) > 1 ? product * vf_set(1 + 0x1p-16f) - product : vf_rounded(product, kind);
 }
 
 /* Where two vectors become bfloat16 in one instruction, they come back as even and odd outputs. */
@@ -124,125 +140,49 @@ INLINE void take(columns *at, vf w, int64_t k, const int b, const int i, const i
         vf_store(at->out + k * BLOCK + 16 * i, w);
 }
 
-INLINE void one_column(columns *at, const uint8_t *codes, int64_t k, const int rows, const int blocks, const int code,
-                       const int kind) {
-    if (!FOUR(code) && blocks > 1)
-        __builtin_prefetch(codes + AHEAD, 0, 2);
+/* One column; of 4 bits column j of the words whose lowest bits were dropped. */
+INLINE void one_column(columns *at, const uint8_t *codes, const int j, int drop, int64_t k, const int rows,
+                       const int blocks, const int code, const int kind) {
+    if (j == 0 && (FOUR(code) || blocks > 1))
+        UNROLL(4) for (int line = 0; line < (FOUR(code) ? 2 * blocks : 1); line++)
+            __builtin_prefetch(codes + AHEAD + 64 * line, 0, 2);
     UNROLL(2) for (int b = 0; b < blocks; b++) {
+        const uint8_t *own = codes + b * BYTES(code);
+        vu words[HALVES];
+        UNROLL(2) for (int i = 0; FOUR(code) && i < HALVES; i++) {
+            memcpy(&words[i], own + 64 * i, 64);
+            words[i] = words[i] >> (uint32_t)drop;
+        }
         vf p[HALVES];
-        products(codes + b * BYTES(code), k % COLUMNS, code, &at->group[b], p);
+        products(own, words, j, code, &at->group[b], p);
         const int paired = PAIRED(kind, code) && rows;
         vu pair = paired ? PAIR(p) : (vu){0};
-        take(at, paired ? (vf)(pair << 16) : vf_rounded(p[0], kind), k, b, 0, rows);
-        take(at, paired ? (vf)(pair & 0xffff0000u) : vf_rounded(p[1], kind), k, b, 1, rows);
+        take(at, paired ? (vf)(pair << 16) : nearest(p[0], code, kind), k, b, 0, rows);
+        take(at, paired ? (vf)(pair & 0xffff0000u) : nearest(p[1], code, kind), k, b, 1, rows);
     }
 }
-
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-
-/* The 16 weights that the codes of an output stand for in a group, rounded to bfloat16: of 16 outputs the low bytes of
- * the even ones in two registers, then of the odd ones; and the high bytes. */
-typedef struct {
-    __m512i of[HALVES][2][4];
-} tables;
-
-INLINE void make_tables(const quantized_job *job, int64_t block, int64_t group, const int code, tables *out) {
-    static const float integers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    static const float floats[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-    const vf value = vf_load(code == INT4 ? integers : floats);
-    const vu low = 0x06040200u + 0x08080808u * (vu){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int64_t at = (block * job->groups + group) * BLOCK;
-    float shift[BLOCK];
-    for (int o = 0; o < BLOCK; o += 16) {
-        vf zero = code == INT4 ? from_integers(from_bytes(job->zero + at + o, 0)) : (vf){0};
-        vf_store(shift + o, -(zero * vf_load(job->scale + at + o)));
-    }
-    UNROLL(2) for (int half = 0; half < HALVES; half++)
-        UNROLL(4) for (int four = 0; four < 4; four++) {
-            const int first = 16 * half + 8 * (four % 2) + four / 2;
-            vf w[4];
-            UNROLL(4) for (int i = 0; i < 4; i++)
-                w[i] = vf_fma(value, vf_set(job->scale[at + first + 2 * i]), vf_set(shift[first + 2 * i]));
-            __m512i a = (__m512i)PAIR(w), c = (__m512i)PAIR(w + 2);
-            out->of[half][0][four] = _mm512_permutex2var_epi8(a, (__m512i)low, c);
-            out->of[half][1][four] = _mm512_permutex2var_epi8(a, (__m512i)(low + 0x01010101u), c);
-        }
-}
-
-/* Pairs of bfloat16 of 16 outputs in eight columns: bytes are looked up, joined, and even outputs put between odd ones. */
-INLINE void look_up(const uint8_t *codes, const __m512i of[2][4], __m512i pair[4]) {
-    const __m512i nibble = _mm512_set1_epi8(15);
-    const __m512i table =
-        (__m512i)(0x10100000u + 0x20202020u * (vu){0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3});
-    __m512i word[2] = {_mm512_loadu_si512(codes)}, half[2][2];
-    word[1] = _mm512_srli_epi16(word[0], 4);
-    UNROLL(2) for (int odd = 0; odd < 2; odd++) {
-        __m512i index = _mm512_ternarylogic_epi32(word[odd], nibble, table, 0xea); /* a & b | c */
-        __m512i low = _mm512_permutex2var_epi8(of[0][2 * odd], index, of[0][2 * odd + 1]);
-        __m512i high = _mm512_permutex2var_epi8(of[1][2 * odd], index, of[1][2 * odd + 1]);
-        half[0][odd] = _mm512_unpacklo_epi8(low, high), half[1][odd] = _mm512_unpackhi_epi8(low, high);
-    }
-    UNROLL(2) for (int i = 0; i < 2; i++) {
-        pair[2 * i] = _mm512_unpacklo_epi32(half[i][0], half[i][1]);
-        pair[2 * i + 1] = _mm512_unpackhi_epi32(half[i][0], half[i][1]);
-    }
-}
-
-/* Eight columns from k. Sums of all outputs take turns: each waits for its own last one. */
-INLINE void eight_columns(columns *at, const uint8_t *codes, const tables *of, int64_t k, const int rows,
-                          const int blocks) {
-    const __m512i even = _mm512_set1_epi32((int32_t)0xffff0000);
-    __m512i pair[MOST][HALVES][4];
-    UNROLL(2) for (int b = 0; b < blocks; b++)
-        UNROLL(2) for (int i = 0; i < HALVES; i++) {
-            const uint8_t *own = codes + b * BYTES(INT4) + 64 * i;
-            __builtin_prefetch(own + AHEAD, 0, 2);
-            look_up(own, of[b].of[i], pair[b][i]);
-        }
-    UNROLL(4) for (int p = 0; p < 4; p++) {
-        UNROLL(2) for (int b = 0; b < blocks; b++)
-            UNROLL(2) for (int i = 0; i < HALVES; i++)
-                take(at, (vf)_mm512_slli_epi32(pair[b][i][p], 16), k + 2 * p, b, i, rows);
-        UNROLL(2) for (int b = 0; b < blocks; b++)
-            UNROLL(2) for (int i = 0; i < HALVES; i++)
-                take(at, (vf)_mm512_and_si512(pair[b][i][p], even), k + 2 * p + 1, b, i, rows);
-    }
-}
-
-/* Takes the columns up to the last whole eight by tables, if groups begin with eights. Returns how many. */
-INLINE int64_t by_tables(const quantized_job *job, columns *at, int64_t block, const int rows, const int blocks,
-                         const int code) {
-    int64_t end = job->k / COLUMNS * COLUMNS;
-    const uint8_t *codes = codes_of(job, block, code);
-    if (job->index || job->group % COLUMNS)
-        return 0;
-    for (int64_t first = 0; first < end; first += job->group) {
-        tables of[MOST];
-        int64_t last = end - first < job->group ? end : first + job->group;
-        UNROLL(2) for (int b = 0; b < blocks; b++) make_tables(job, block + b, first / job->group, code, &of[b]);
-        for (int64_t k = first; k < last; k += COLUMNS, codes += 2 * BYTES(code))
-            eight_columns(at, codes, of, k, rows, blocks);
-    }
-    return end;
-}
-
-#else
-#define by_tables(job, at, block, rows, blocks, code) 0
-#endif
 
 /* Every column of `blocks` blocks from `block`. */
 INLINE void all_columns(const quantized_job *job, columns *at, int64_t block, const int rows, const int blocks,
                         const int code, const int kind) {
     const uint8_t *codes = codes_of(job, block, code);
-    int64_t group = -1, boundary = 0, k = FOUR(code) && kind == BF16 ? by_tables(job, at, block, rows, blocks, code) : 0;
-    for (; k < job->k; k++) {
+    const int64_t step = 2 * BYTES(code);
+    int64_t group = -1, boundary = 0;
+    for (int64_t k = 0; k < job->k;) {
         int64_t mine = job->index ? job->index[k] : k < boundary ? group : k / job->group;
         if (mine != group) {
             group = mine, boundary = (k / job->group + 1) * job->group;
-            UNROLL(2) for (int b = 0; b < blocks; b++) load_group(job, block + b, group, code, &at->group[b]);
+            UNROLL(2) for (int b = 0; b < blocks; b++) load_group(job, block + b, group, code, kind, &at->group[b]);
         }
-        int64_t together = FOUR(code) ? k / COLUMNS : k;
-        one_column(at, codes + together * 2 * BYTES(code), k, rows, blocks, code, kind);
+        int64_t last = job->index ? k : boundary < job->k ? boundary : job->k;
+        if (FOUR(code) && k % COLUMNS == 0 && k + COLUMNS <= last) {
+            for (const uint8_t *own = codes + k / COLUMNS * step; k + COLUMNS <= last; k += COLUMNS, own += step)
+                UNROLL(8) for (int j = 0; j < COLUMNS; j++) one_column(at, own, j, 0, k + j, rows, blocks, code, kind);
+        } else {
+            int64_t together = FOUR(code) ? k / COLUMNS : k;
+            one_column(at, codes + together * step, 0, FOUR(code) ? k % COLUMNS * 4 : 0, k, rows, blocks, code, kind);
+            k++;
+        }
     }
 }
 
@@ -316,8 +256,8 @@ static void quantized_task(const void *context, int64_t task) {
     free(room);
 }
 
-/* codes: of 4 bits, as `four_bits` says, [ceil(n/64), ceil(k/8), 4, 64 bytes], of 8 bits [ceil(n/64), k, 64]; scale,
- * zero [2 ceil(n/64), groups, 32]; index: the group of each column, or null: k / group. `kind`: what weights are rounded
+/* codes: of 4 bits, eight columns of an output in a word, the first lowest, [ceil(n/64), ceil(k/8), 64 words], of 8
+ * bits [ceil(n/64), k, 64]; scale, zero [2 ceil(n/64), groups, 32]; index: the group of each column, or null: k / group. `kind`: what weights are rounded
  * to, of 16 bits. */
 API int fengine_quantized_linear(const float *x, const uint8_t *codes, const float *scale, const uint8_t *zero,
                                  const int32_t *index, const void *bias, float *y, int64_t m, int64_t n, int64_t k,

@@ -193,8 +193,8 @@ def pack(codes: Codes, dtype: torch.dtype) -> linear.Leaf:
 def _fours(code_NK: Tensor) -> Tensor:
     """Codes of 4 bits as cpu_quantized.c reads them: int32 [pairs of blocks, ceil(K / 8), 64]. Pure."""
     padded = pad(code_NK, (0, -code_NK.shape[1] % 8, 0, -len(code_NK) % (2 * LANES)))
-    byte = rearrange(padded, "(p h i m two) (s c d e) -> two p s (h i c d m e)", h=4, i=4, m=2, two=2, c=2, d=2, e=2)
-    return (byte[0] | byte[1] << 4).view(torch.int32)
+    byte = rearrange(padded[:, 0::2] | padded[:, 1::2] << 4, "(p n) (s b) -> p s (n b)", n=2 * LANES, b=4)
+    return byte.contiguous().view(torch.int32)
 
 
 def pack_experts(codes: Codes, experts: int, gated: bool, dtype: torch.dtype) -> Quantized | None:
