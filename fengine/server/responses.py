@@ -165,13 +165,14 @@ def _content(content: Any, where: str) -> Any:
     """Parts as chats write them. Errors: ApiError for what is no text."""
     if isinstance(content, str) or content is None:
         return content
-    for part in content if isinstance(content, list) else [None]:
+    parts: list[Any] = content if isinstance(content, list) else ["no list"]
+    for part in parts:
         text = isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)
         if not text and not is_image(part):
             raise invalid("input", f"{where}: content must be a text, input_text or input_image parts; no files.")
         if text:
             only(part, ("type", "text", "annotations", "logprobs"), f"{where}: a text", "input")
-    return [part if is_image(part) else {"type": "text", "text": part["text"]} for part in content]
+    return [part if is_image(part) else {"type": "text", "text": part["text"]} for part in parts]
 
 
 ECHOED: dict[str, Any] = {  # what an answer repeats of its body -> what it tells where the body has nothing
