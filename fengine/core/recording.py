@@ -62,11 +62,10 @@ class RecordedScheduler(Scheduler):
         try:
             mode = "x" if path.is_file() and path.stat().st_size else "w"  # nothing is written over
             self._file: TextIO | None = path.open(mode, encoding="utf-8", buffering=1)
-        except FileExistsError:
-            told = "holds something, and a recording is never written over: name another file, or remove this one"
-            raise StorageError(f"scheduler.record={str(path)!r:.200} {told}.") from None
         except (OSError, ValueError) as error:
-            raise StorageError(f"scheduler.record={str(path)!r:.200} cannot be written: {error}") from error
+            kept = isinstance(error, FileExistsError)
+            told = "holds something, and is never written over" if kept else f"cannot be written: {error}"
+            raise StorageError(f"scheduler.record={str(path)!r:.200} {told}; name another file.") from error
         self._hashes, self._told, self._guesses, self._waits, self._scheduling = Hashes(), {}, {}, {}, False
         speculation: Speculation | None = settings.get("speculation")
         if speculation is not None:
