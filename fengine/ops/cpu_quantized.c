@@ -257,8 +257,8 @@ static void quantized_task(const void *context, int64_t task) {
 }
 
 /* codes: of 4 bits, eight columns of an output in a word, the first lowest, [ceil(n/64), ceil(k/8), 64 words], of 8
- * bits [ceil(n/64), k, 64]; scale, zero [2 ceil(n/64), groups, 32]; index: the group of each column, or null: k / group. `kind`: what weights are rounded
- * to, of 16 bits. */
+ * bits [ceil(n/64), k, 64]; scale, zero [2 ceil(n/64), groups, 32], where scales are such as `fits` of quantized.py
+ * says; index: the group of each column, or null: k / group. `kind`: what weights are rounded to, of 16 bits. */
 API int fengine_quantized_linear(const float *x, const uint8_t *codes, const float *scale, const uint8_t *zero,
                                  const int32_t *index, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
                                  int64_t groups, int64_t group, int code, int kind, int bias_kind, int threads) {

@@ -165,14 +165,16 @@ def _content(content: Any, where: str) -> Any:
     """Parts as chats write them. Errors: ApiError for what is no text."""
     if isinstance(content, str) or content is None:
         return content
-    parts: list[Any] = content if isinstance(content, list) else ["no list"]
-    for part in parts:
+    told = f"{where}: content must be a text, input_text or input_image parts; no files."
+    if not isinstance(content, list):
+        raise invalid("input", told)
+    for part in content:
         text = isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)
         if not text and not is_image(part):
-            raise invalid("input", f"{where}: content must be a text, input_text or input_image parts; no files.")
+            raise invalid("input", told)
         if text:
             only(part, ("type", "text", "annotations", "logprobs"), f"{where}: a text", "input")
-    return [part if is_image(part) else {"type": "text", "text": part["text"]} for part in parts]
+    return [part if is_image(part) else {"type": "text", "text": part["text"]} for part in content]
 
 
 ECHOED: dict[str, Any] = {  # what an answer repeats of its body -> what it tells where the body has nothing
