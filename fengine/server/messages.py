@@ -45,7 +45,7 @@ LATER = {"defer_loading": LATE, "allowed_callers": "tools that code calls", "inp
 REFUSED = {"mcp_servers": "tools of the server", "container": "containers"}
 WORDS = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "reasoning_effort": "output_config",
          "response_format": "output_config"}  # fmt: skip
-REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # of one that is aborted: null
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
           "call": ("input_json_delta", "partial_json")}  # fmt: skip
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -189,6 +189,17 @@ def test_behind_a_call_a_stop_string_is_not_the_reason(kind: Any, told: Any) -> 
     assert (answer["usage"]["input_tokens"], answer["usage"]["cache_read_input_tokens"]) == (2, 1)
 
 
+def test_an_aborted_message_names_no_reason_of_the_models() -> None:
+    nothing: Any = None
+    meta = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1, "finish_reason": {"type": "abort"}}
+    for found in ([], [Block("text", 0, text="Hm")], [Block("call", 0, text="{}")]):
+        writer = MessageWriter(nothing, {}, "box")
+        writer.found = found
+        answer = writer.answer({"meta_info": meta})
+        assert answer["stop_reason"] is answer["stop_sequence"] is None and answer["usage"]["output_tokens"] == 2
+        assert b'"delta": {"stop_reason": null, "stop_sequence": null}' in writer.ending({"meta_info": meta})
+
+
 def test_messages_are_chats(engine: Engine, server: Live) -> None:
     chat = [{"role": "system", "content": "Be\nbrief."}, *CHAT]
     expected: Any = engine.chat(chat, {"temperature": 0, "max_new_tokens": 30})
