@@ -69,7 +69,7 @@ def rendered(
 ) -> tuple[Any, Any]:  # fmt: skip
     """(ids, images; None: no images) of a chat, or of each of several. `values`: variables of the template. Errors: as
     `chat`."""
-    tokenizer, values = _template(context, tools, values)
+    (tokenizer, values), messages = _template(context, tools, values), plain(messages)
     several = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
     ids, images = [], []
     for one in messages if several else [messages]:

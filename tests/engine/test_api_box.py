@@ -344,6 +344,37 @@ def test_chats_that_are_refused(llm: sgl.Engine) -> None:
         llm.chat(MESSAGES, GREEDY, no_such=1)
 
 
+class Unread(list):
+    """A list that can be shown, and not gone through."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no items")
+
+
+class Shut(dict):
+    """The same of a dict."""
+
+    get = keys = items = values = __iter__ = property(lambda self: self["no such"])  # type: ignore[assignment]
+
+
+def test_chats_of_classes_of_ones_own(llm: sgl.Engine) -> None:
+    part = {"type": "text", "text": "Hi"}
+    for content in ([part], "Hi"):
+        wanted = llm.chat_ids([{"role": "user", "content": content}])
+        assert llm.chat_ids(Unread([Shut(role="user", content=content)])) == wanted
+    for content in (Unread([part]), [Shut(part)]):
+        chat: Any = [{"role": "user", "content": content}]
+        assert llm.chat_ids(chat) == llm.chat_ids([{"role": "user", "content": [part]}])
+        assert llm.chat_ids(Unread([chat, chat])) == [llm.chat_ids(chat)] * 2
+    tiny = "data:image/png;base64,AAAA"
+    for content in (
+        Unread([{"type": "image_url", "image_url": {"url": tiny}}]), Unread([Shut(type="image", image=tiny)]),
+        Unread([b"Hi"]), Unread([Unread([part])]), object(), Unread(),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequestError):
+            llm.chat([{"role": "user", "content": content}], GREEDY)
+
+
 def test_another_chat_template_and_defaults_for_its_variables(tmp_path: Any) -> None:
     source = "{{ who }}: {{ messages[0]['content'] }}{% if loud %}!{% endif %}"
     (tmp_path / "mine.jinja").write_text(source)
