@@ -98,6 +98,7 @@ def ids_of(texts: list[str], engine: Engine, add_special: bool, cut: Truncation 
 def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """Errors: ApiError."""
     given = take(body, EMBEDDINGS)
+    heads.check_encoding(given)
     prompts, count, images = _prompts(body, given, engine)
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
@@ -139,6 +140,7 @@ def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
 def pooling(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """vLLM's: the vectors of `embeddings`, or the numbers of `classify`, in one form. Errors: ApiError."""
     given, classifies = take(body, POOLING), engine._parts.spec.num_labels is not None
+    heads.check_encoding(given)
     own, name = ("classify", "probs") if classifies else ("embed", "embedding")
     if given["task"] not in (None, own):
         told = f"task of this model is {own}, got {given['task']!r:.80}; vectors of single tokens are not built: "
