@@ -1,6 +1,5 @@
 """The one reader of OpenAI's bodies, for the server and for batch files: fields to the engine's words. No torch."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from fengine.server import fields
 from fengine.server.chat_body import CHAT, ChatOptions, chat_options
 from fengine.server.errors import invalid, missing, unsupported
 from fengine.server.fields import Field, Fields, flag, loose, one_of, whole
-from fengine.server.template_facts import ThoughtLimit
 
 MAX_TEXTS = 65536  # prompts of one body
 MAX_LOGPROBS = 20  # OpenAI's, of chats; vLLM's of both
@@ -91,32 +89,6 @@ class OpenAIRequest:
     def chat_options(self) -> ChatOptions:
         assert self.chat is not None, "a body of chat completions"
         return self.chat
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DrawLimits:
-    """A logit processor: draws no id but the `allowed` ones (None: any), and none that ends one of the `barred` lists
-    of ids, whose others have been drawn just before; the end of a `thought` where its limit is reached."""
-
-    allowed: list[int] | None
-    barred: Sequence[list[int]]
-    thought: ThoughtLimit | None = None
-
-    def __call__(self, logits: Any, params: Sequence[Mapping[str, Any]]) -> Any:
-        """`logits` [1, V], which it writes to."""
-        drawn = params[0]["__req__"].output_ids
-        if self.thought is not None and self.thought.reached(drawn):
-            logits.fill_(-math.inf)
-            logits[:, self.thought.end] = 0.0
-            return logits
-        if self.allowed is not None:
-            kept = logits[:, self.allowed].clone()
-            logits.fill_(-math.inf)
-            logits[:, self.allowed] = kept
-        for ids in self.barred:
-            if drawn[len(drawn) - len(ids) + 1 :] == ids[:-1]:
-                logits[:, ids[-1]] = -math.inf
-        return logits
 
 
 def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:

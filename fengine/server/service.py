@@ -26,9 +26,9 @@ from fengine.errors import MemoryReleasedError
 from fengine.server.answers import Plan
 from fengine.server.choices import ChoiceWriter
 from fengine.server.config import ServerConfig
+from fengine.server.draw_limits import DrawLimits, also_barring
 from fengine.server.errors import ApiError, api_error_of, invalid, unsupported
 from fengine.server.metrics import Meter
-from fengine.server.openai_body import DrawLimits
 from fengine.server.template_facts import template_facts
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.generation_config import read_sampling_defaults
@@ -197,10 +197,11 @@ class Service:
         bias = sampling.get("logit_bias", {})
         if barred and isinstance(bias, dict):  # another is the engine's to refuse
             sampling["logit_bias"] = bias | {str(ids[0]): -MAX_BIAS for ids in barred if len(ids) == 1}
-        limits = DrawLimits(given["allowed_token_ids"], [ids for ids in barred if len(ids) > 1], writer.limit)
-        asked = {"allowed_token_ids": limits.allowed, "bad_words": limits.barred, "thinking_token_budget": writer.limit}
-        if name := next((name for name, value in asked.items() if value), None):
-            self._check_limits(name, limits, arguments.get("custom_logit_processor"))
+        allowed, together = given["allowed_token_ids"], [ids for ids in barred if len(ids) > 1]
+        asked = {"allowed_token_ids": allowed, "bad_words": together, "thinking_token_budget": writer.limit}
+        if names := [name for name, value in asked.items() if value]:
+            limits = DrawLimits(allowed, together, writer.limit, [*names, *also_barring(body, sampling)])
+            self._check_limits(names[0], limits, arguments.get("custom_logit_processor"))
             arguments |= {"custom_logit_processor": limits}
         arguments |= {"sampling_params": sampling, "lora_path": self.lora_path(body, arguments.get("lora_path"))}
         return GenerateReqInput(**arguments, stream=given["stream"])

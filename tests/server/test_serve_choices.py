@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,6 +241,33 @@ def test_only_ids_that_are_allowed_are_drawn(engine: Engine, server: Live) -> No
     (only,) = {engine.tokenizer.encode(" Paris", add_special_tokens=False)[-1]}
     chat = {"messages": CHAT, "max_tokens": 3, "allowed_token_ids": [only], "return_token_ids": True}
     assert post(server, "/v1/chat/completions", chat)["choices"][0]["token_ids"] == [only] * 3
+
+
+def test_limits_that_leave_nothing_to_draw_are_told_by_name(engine: Engine, server: Live) -> None:
+    pytest.importorskip("llguidance", reason="the extra grammar")
+    (only,) = engine.tokenizer.encode(" Paris", add_special_tokens=False)[-1:]
+    body: dict[str, Any] = {"messages": CHAT, "max_tokens": 3, "allowed_token_ids": [only], "temperature": 0}
+    good = {"messages": CHAT, "max_tokens": 40, "temperature": 0}
+    alone = post(server, "/v1/chat/completions", good)["choices"]
+    for more, named in (
+        ({"regex": "[0-9]+"}, "regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_choice": ["x"]}, "guided_choice"),
+        ({"logit_bias": {str(only): -1e30}}, "logit_bias"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
+    ):
+        with ThreadPoolExecutor(1) as beside:
+            other = beside.submit(post, server, "/v1/chat/completions", good)
+            answer = server.ask("POST", "/v1/chat/completions", {**body, **more})
+            assert other.result()["choices"] == alone
+        assert answer.status == 400 and answer.json["error"]["type"] == "invalid_request_error"
+        told = [answer.json["error"]["message"], events(server, "/v1/chat/completions", {**body, **more})[-2][1]]
+        for message in (told[0], told[1]["error"]["message"]):
+            assert "allowed_token_ids" in message and named in message and "leave one of them out" in message
+            assert "custom_logit_processor" not in message
+    odd = {"prompt": PROMPT, "allowed_token_ids": sorted(engine.tokenizer.eos_ids), "min_tokens": 2, "max_tokens": 4}
+    answer = server.ask("POST", "/v1/completions", odd)
+    assert answer.status == 400 and "allowed_token_ids and min_tokens" in answer.json["error"]["message"]
 
 
 def test_custom_roles_where_the_template_writes_them(server: Live) -> None:

@@ -60,14 +60,19 @@ class Processors(LogitsStage):
 
     def drawn(self, logits_RV: Tensor, token_R: Tensor, tensors: Tensors) -> None:
         """Sees what a mask has left of what the functions returned."""
-        for row in {call.row for call in self.calls} - self.failed.keys():
+        for row, function in {call.row: call.function for call in self.calls if call.row not in self.failed}.items():
             if not bool(((logits_RV[row] > -BAN) | ~logits_RV[row].isfinite()).any()):
-                self.failed[row] = LogitProcessorError(
-                    "custom_logit_processor returned -inf for every token that may be drawn"
-                )
+                self.failed[row] = _nothing_left(function)
 
     def errors(self) -> dict[int, FengineError]:
         return self.failed
+
+
+def _nothing_left(function: Any) -> FengineError:
+    """One of the server's own tells by what name a request asked for it."""
+    if (own := getattr(type(function), "nothing_left", None)) is not None:
+        return own(function)
+    return LogitProcessorError("custom_logit_processor returned -inf for every token that may be drawn")
 
 
 def _call(chunk: Chunk) -> Call:
