@@ -163,7 +163,7 @@ class Torch:
 
 def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
     """Has an engine that was built for the CPU go on with a `CudaRunner`."""
-    for module in ("cuda_runner", "cuda_graphs", "step_input"):
+    for module in ("cuda_runner", "cuda_graphs", "static_buffers"):
         monkeypatch.setattr(f"fengine.worker.{module}.torch", Torch())
     old, core, page_size = parts.core.stepper.runner, parts.core, parts.config.cache.page_size
     limits, speculation = parts.config.scheduler, core.stepper.scheduler.speculation

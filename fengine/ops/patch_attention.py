@@ -23,7 +23,7 @@ BLOCK = 64  # patches of a window at most: the slots of a page
 
 @triton.jit
 def turned(row_ptr, angle_ptr, d, inside, K: tl.constexpr, ROPE: tl.constexpr):
-    """[BLOCK, columns d] of a head's rows; with ROPE rotated and rounded, as by `rotated` of rope.py."""
+    """[BLOCK, columns d] of a head's rows; with ROPE rotated and rounded, as by `rotated` of rope_kernels.py."""
     HALF: tl.constexpr = K // 2
     x = tl.load(row_ptr[:, None] + d[None, :], mask=inside[:, None], other=0.0)
     if ROPE:

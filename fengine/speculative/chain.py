@@ -25,8 +25,9 @@ from fengine.ops.sampling import draw
 from fengine.worker.cuda_graphs import Graphs, decode_sizes
 from fengine.worker.cuda_runner import edit_sizes
 from fengine.worker.logits.penalties import LogitBias, Penalties
+from fengine.worker.static_buffers import StaticBuffers
 from fengine.worker.step import DRAW, on_cpu
-from fengine.worker.step_input import INPUTS, Arrays, Field, LogitsStage, Sizes, StaticBuffers
+from fengine.worker.step_input import INPUTS, Arrays, Field, LogitsStage, Sizes
 from fengine.worker.warm_up import warm_step
 
 NULL = {"page_table_RN": 0, "kv_len_R": 1}  # rows of padding go on in the null page

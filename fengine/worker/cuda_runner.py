@@ -14,18 +14,9 @@ from fengine.ops.edit_logits import words
 from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs, beside
 from fengine.worker.logits.logprobs import ASKED, MOST_ASKED, TOPS, Likeliest, put, rounded_top, scores_of, to_host
 from fengine.worker.logits.structured import StructuredOutput
+from fengine.worker.static_buffers import StaticBuffers
 from fengine.worker.step import Drawn, ForwardFn, Result, SampleFn, UnembedFn, batch_of, read_out, sample_rows
-from fengine.worker.step_input import (
-    ADAPTERS,
-    IMAGES,
-    INPUTS,
-    Arrays,
-    Field,
-    LogitsStage,
-    Sizes,
-    StaticBuffers,
-    StepInput,
-)
+from fengine.worker.step_input import ADAPTERS, IMAGES, INPUTS, Arrays, Field, LogitsStage, Sizes, StepInput
 from fengine.worker.warm_up import warm_step
 
 DRAWS = Field("draw_2R", torch.int32)  # tokens, and the bits of their logprobs

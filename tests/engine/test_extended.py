@@ -34,7 +34,8 @@ from fengine.worker.logits.logprobs import ASKED, SLICE, score_prompts
 from fengine.worker.logits.penalties import LogitBias, Table, rounded
 from fengine.worker.logits.processors import ProcessorRequest
 from fengine.worker.pooling import apply_head
-from fengine.worker.step_input import INPUTS, StepInput, blank, pack, target_of
+from fengine.worker.static_buffers import pack, target_of
+from fengine.worker.step_input import INPUTS, StepInput, blank
 from fengine.worker.warm_up import warm_stages
 
 VOCAB = SIZES["vocab_size"]

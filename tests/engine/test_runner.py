@@ -20,8 +20,9 @@ from fengine.worker.cuda_graphs import Buckets, Graphs, decode_sizes
 from fengine.worker.cuda_runner import CudaRunner
 from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.safetensors_file import read_config
+from fengine.worker.static_buffers import StaticBuffers, layout, pack, target_of
 from fengine.worker.step import batch_of, make_forward, on_cpu
-from fengine.worker.step_input import ADAPTERS, INPUTS, StaticBuffers, blank, layout, pack, target_of
+from fengine.worker.step_input import ADAPTERS, INPUTS, blank
 from fengine.worker.warm_up import warm_step
 
 
@@ -67,7 +68,7 @@ def test_steps_with_adapters_and_without_run_before_any_is_captured(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch.compile cannot compile inside a capture, and these are two graphs to it."""
-    for module in ("cuda_runner", "cuda_graphs", "step_input"):
+    for module in ("cuda_runner", "cuda_graphs", "static_buffers"):
         monkeypatch.setattr(f"fengine.worker.{module}.torch", Torch())
     seen: list[tuple[bool, bool]] = []  # whether with adapters, whether in a capture
 
@@ -151,7 +152,7 @@ def test_inputs_lie_apart_and_are_padded_as_declared() -> None:
 
 
 def test_what_is_filled_is_what_the_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fengine.worker.step_input.torch", Torch())
+    monkeypatch.setattr("fengine.worker.static_buffers.torch", Torch())
     most = {"T": 21, "R": 5, "B": 6, "N": 3}
     static = StaticBuffers(INPUTS, most, torch.device("cpu"))
     for turn, which, (tokens, rows) in ((0, 1, (21, 5)), (1, 0, (4, 2)), (0, 0, (6, 2))):

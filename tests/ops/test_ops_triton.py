@@ -35,6 +35,7 @@ from fengine.ops import (
     quantized,
     rms_norm,
     rope,
+    rope_kernels,
     sampling,
     sampling_kernels,
     w8a8,
@@ -213,7 +214,7 @@ def test_rope_kv_write_of_many_tokens(dtype: torch.dtype, monkeypatch: pytest.Mo
     position, slot = torch.arange(9).int().to(DEVICE), torch.randperm(16).int()[:9].to(DEVICE) + 4
     found = []
     for many in (100, 9):
-        monkeypatch.setattr(rope, "MANY", many)
+        monkeypatch.setattr(rope_kernels, "MANY", many)
         pages = k.clone(), v.clone()
         found.append((rope.launch(x, table, position, slot, *pages, 6, None, None, 0.0), *pages))
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
