@@ -105,10 +105,10 @@ class RecordedScheduler(Scheduler):
         preemptions = self._rows.num_preemptions
         output = super().schedule()
         self._scheduling = False
-        if output is None and self._rows.num_preemptions > preemptions:
-            self._write({"nothing": 0})
         if output is not None:
             self._write({"guess": self._guesses, "wait": self._waits, "schedule": plain_step(output, self._hashes.of)})
+        elif self._rows.num_preemptions > preemptions:
+            self._write({"nothing": 0})
         return output
 
     def released(self) -> list[int]:
@@ -193,7 +193,7 @@ class Replay:
         cache = PrefixCache(pool, given["page_size"]) if cached else None
         self.scheduler = Scheduler(pool, cache, policy=policy, speculation=guesses, **given)
         of = self.scheduler._requests.__getitem__
-        self.device = SimulatedDevice(given["page_size"], pages, of, self._draw, windows)
+        self.device = SimulatedDevice(given["page_size"], pages, of, lambda *_: (self.draws.pop(0), 0.0), windows)
         self.adapters: dict[int, Adapter] = {}  # by the number of the load
         self.guesses: dict[str, list[int]] = {}
         self.waits: dict[str, tuple[int, float, int]] = {}
@@ -238,12 +238,11 @@ class Replay:
             output = self.steps.pop(event["update"])
             scheduler.update(output, draws, logprobs, dict.fromkeys(event["faults"], "as recorded"))
         else:
-            self.waits = event.get("wait", {})
-            self._step(event["schedule"], event["guess"])
+            self._step(event)
         return "schedule" in event
 
-    def _step(self, recorded: dict[str, Any], guesses: dict[str, list[int]]) -> None:
-        self.guesses = guesses
+    def _step(self, event: dict[str, Any]) -> None:
+        recorded, self.guesses, self.waits = event["schedule"], event["guess"], event.get("wait", {})
         output = self.scheduler.schedule()
         now = None if output is None else json.loads(json.dumps(plain_step(output, lambda token: token)))
         if output is None or now != recorded:
@@ -260,9 +259,6 @@ class Replay:
             told = drafting.try_from, drafting.gain, drafting.hope_from
             drafting.try_from, drafting.gain, drafting.hope_from = self.waits.get(ask.request.rid, told)
         return [self.guesses.get(ask.request.rid, []) for ask in asks]
-
-    def _draw(self, new: Request, count: int, prefix: int) -> tuple[int, float]:
-        return self.draws.pop(0), 0.0
 
 
 def _in_order(output: SchedulerOutput, draws: Sequence[int]) -> list[int]:

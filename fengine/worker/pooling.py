@@ -150,8 +150,7 @@ def _normalizes(kinds: list[str]) -> bool:
 def _read(path: Path, where: str = "", kind: type = dict) -> Any:
     """An object, or a list of objects, whose keys are all known to KEYS[where], or off. Errors: ModelLoadError;
     UnsupportedFeatureError with every other key."""
-    value = _parsed(path, kind)
-    where = where or path.name
+    value, where = _parsed(path, kind), where or path.name
     objects = value if kind is list else [value]
     bad = [f"{k} = {v!r:.80}" for one in objects for k, v in one.items() if not _is_known(k, v, where)]
     if bad:
@@ -165,8 +164,8 @@ def _parsed(path: Path, kind: type = dict) -> Any:
         value = parse_json(read_file(path).decode())
     except ValueError as error:
         raise ModelLoadError(f"{path} cannot be read: {error}.") from error
-    objects = value if kind is list and isinstance(value, list) else [value]
-    if not isinstance(value, kind) or not all(isinstance(one, dict) for one in objects):
+    objects = value if kind is list else [value]
+    if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
         raise ModelLoadError(f"{path} must be {'a list of objects' if kind is list else 'an object'}.")
     return value
 
@@ -202,9 +201,8 @@ def _pool(path: Path, hidden_size: Any) -> tuple[str, bool]:
         flags = {key.partition("pooling_mode_")[2] for key, on in config.items() if on} - {""}
         modes = [FLAGS[flag] for flag in FLAGS if flag in flags] + sorted(flags - FLAGS.keys()) or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
-    words = FLAGS.values()
-    if not isinstance(modes, list) or not modes or not all(mode in words for mode in modes):
-        raise UnsupportedFeatureError(f"the pooling {modes!r:.80} is not built; built are {', '.join(words)}.")
+    if not isinstance(modes, list) or not modes or not all(mode in FLAGS.values() for mode in modes):
+        raise UnsupportedFeatureError(f"the pooling {modes!r:.80} is not built; built are {', '.join(FLAGS.values())}.")
     return "+".join(modes).replace("lasttoken", "last"), bool(config.get("include_prompt", True))
 
 
