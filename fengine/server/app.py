@@ -48,10 +48,8 @@ class App:
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
         admin = config.admin_key or os.environ.get(ADMIN_VARIABLE) or None
         self._outermost: ASGIApp = Gate(self._find, service.meter, access, key, admin, config.access_log)
-        if config.allow_origins:
-            self._outermost = CORSMiddleware(
-                self._outermost, list(config.allow_origins), ["*"], ["*"], expose_headers=["X-Request-Id"]
-            )
+        if origins := list(config.allow_origins):
+            self._outermost = CORSMiddleware(self._outermost, origins, ["*"], ["*"], expose_headers=["X-Request-Id"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         root = scope.get("root_path", "") + self.root

@@ -6,26 +6,11 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fengine.errors import (
-    AbortedError,
-    ContextLengthError,
-    EngineBusyError,
-    EngineClosedError,
-    EngineDeadError,
-    FengineError,
-    GrammarError,
-    LogitProcessorError,
-    MemoryReleasedError,
-    NumericsError,
-    ProfileError,
-    QueueFullError,
-    TimedOutError,
-    UnsupportedFeatureError,
-)
+from fengine import errors
 
-UNAVAILABLE = (EngineBusyError, EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError, QueueFullError,
-               TimedOutError)  # fmt: skip
-OURS = (NumericsError, LogitProcessorError)  # a request failed, and not for what it asked
+UNAVAILABLE = (errors.EngineBusyError, errors.EngineClosedError, errors.EngineDeadError, errors.MemoryReleasedError,
+               errors.AbortedError, errors.QueueFullError, errors.TimedOutError)  # fmt: skip
+OURS = (errors.NumericsError, errors.LogitProcessorError)  # a request failed, and not for what it asked
 MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "tools", "functions")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
@@ -73,7 +58,7 @@ def api_error_of(
 ) -> ApiError:
     """The refusal for an engine's error. `words`: engine's word -> the field's name in `body`. What is not fengine's
     own error is a bug: its text goes to the log alone."""
-    if not isinstance(error, (ApiError, FengineError)):
+    if not isinstance(error, (ApiError, errors.FengineError)):
         logging.getLogger("fengine.server").error("internal error", exc_info=error)
         return ApiError(500, f"internal error: {type(error).__name__}; see the server's log", code="internal_error")
     message, body, words = str(error), body or {}, words or {}
@@ -86,21 +71,21 @@ def api_error_of(
         return error if param == error.param else ApiError(error.status, message, param, error.code, error.headers)
     if isinstance(error, UNAVAILABLE):
         return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
-    if isinstance(error, OURS) or not isinstance(error, (ValueError, ProfileError)):
+    if isinstance(error, OURS) or not isinstance(error, (ValueError, errors.ProfileError)):
         return ApiError(500, message, code="request_failed")
     return _refusal(error, message, body)
 
 
 def _refusal(error: Exception, message: str, body: Mapping[str, Any]) -> ApiError:
     """What the caller can mend, with the field that it lies in. Pure."""
-    if isinstance(error, ContextLengthError):
+    if isinstance(error, errors.ContextLengthError):
         param = next((name for name in ("messages", "prompt", "input") if name in body), None)
         return ApiError(
             400, f"{message} Please reduce the length of the input prompt.", param, "context_length_exceeded"
         )
-    if isinstance(error, GrammarError):
+    if isinstance(error, errors.GrammarError):
         return ApiError(400, message, next((name for name in GRAMMARS if body.get(name)), None), "invalid_value")
-    code = "unsupported_feature" if isinstance(error, UnsupportedFeatureError) else "invalid_value"
+    code = "unsupported_feature" if isinstance(error, errors.UnsupportedFeatureError) else "invalid_value"
     return ApiError(400, message, _blamed(message, body), code)
 
 

@@ -94,19 +94,14 @@ def of_scores(config: Mapping[str, Any], own: Any, wanted: bool) -> Activation:
     """Of a cross-encoder, which sentence-transformers names in its own file or in config.json; or `bare`. Pure. Errors:
     ApiError."""
     inner = config.get("sentence_transformers")
-    named = [
-        own,
-        inner.get("activation_fn") if isinstance(inner, dict) else None,
-        config.get("sbert_ce_default_activation_function"),
-    ]
+    its = inner.get("activation_fn") if isinstance(inner, dict) else None
+    named = (own, its, config.get("sbert_ce_default_activation_function"))
     name = next((one for one in named if one is not None), None)
     return _known(OF_SCORES, "activation_fn", name and str(name).rpartition(".")[2]) if wanted else bare
 
 
 def _known(table: Mapping[Any, Activation], name: str, value: Any) -> Activation:
     if not isinstance(value, str | None) or value not in table:
-        told = (
-            f"the checkpoint's {name} {value!r:.80} is not built; ask with activation=false for the head's own numbers."
-        )
-        raise unsupported("activation", told)
+        told = f"the checkpoint's {name} {value!r:.80} is not built"
+        raise unsupported("activation", f"{told}; ask with activation=false for the head's own numbers.")
     return table[value]

@@ -40,54 +40,41 @@ SINGLE = (  # name, kind, key of the values, help
     ("spec_decode_num_accepted_tokens_total", "counter", "correct_draft_tokens",
      "Guessed tokens that were drawn, and kept."),
 )  # fmt: skip
-HISTOGRAMS = {  # name: (buckets, help)
-    "time_to_first_token_seconds": (SECONDS, "From arrival to the first token."),
-    "time_per_output_token_seconds": (SECONDS, "Mean time between the tokens of a request, behind the first."),
-    "inter_token_latency_seconds": (SECONDS, "The same, once for each of these tokens."),
-    "request_queue_time_seconds": (SECONDS, "From arrival to the first step."),
-    "request_inference_time_seconds": (SECONDS, "From the first step to the end."),
-    "request_prefill_time_seconds": (SECONDS, "From the first step to the first token."),
-    "request_decode_time_seconds": (SECONDS, "From the first token to the end."),
-    "e2e_request_latency_seconds": (SECONDS, "From arrival to the end."),
-    "request_prompt_tokens": (TOKENS, "Tokens of a prompt."),
-    "request_generation_tokens": (TOKENS, "Tokens drawn for a request."),
-    "request_params_n": (TOKENS, "Samples that a row's request asked for."),
-    "request_params_max_tokens": (TOKENS, "The most tokens that a row might draw."),
+HISTOGRAMS = {  # name: (buckets, help, between which moments of a request it measures)
+    "time_to_first_token_seconds": (SECONDS, "From arrival to the first token.", ("submitted", "first_token")),
+    "time_per_output_token_seconds": (SECONDS, "Mean time between the tokens of a request, behind the first.", ()),
+    "inter_token_latency_seconds": (SECONDS, "The same, once for each of these tokens.", ()),
+    "request_queue_time_seconds": (SECONDS, "From arrival to the first step.", ("submitted", "started")),
+    "request_inference_time_seconds": (SECONDS, "From the first step to the end.", ("started", "finished")),
+    "request_prefill_time_seconds": (SECONDS, "From the first step to the first token.", ("started", "first_token")),
+    "request_decode_time_seconds": (SECONDS, "From the first token to the end.", ("first_token", "finished")),
+    "e2e_request_latency_seconds": (SECONDS, "From arrival to the end.", ("submitted", "finished")),
+    "request_prompt_tokens": (TOKENS, "Tokens of a prompt.", ()),
+    "request_generation_tokens": (TOKENS, "Tokens drawn for a request.", ()),
+    "request_params_n": (TOKENS, "Samples that a row's request asked for.", ()),
+    "request_params_max_tokens": (TOKENS, "The most tokens that a row might draw.", ()),
 }
-SPANS = {  # histogram: between which moments of a request it measures
-    "request_queue_time_seconds": ("submitted", "started"),
-    "request_prefill_time_seconds": ("started", "first_token"),
-    "time_to_first_token_seconds": ("submitted", "first_token"),
-    "e2e_request_latency_seconds": ("submitted", "finished"),
-    "request_inference_time_seconds": ("started", "finished"),
-    "request_decode_time_seconds": ("first_token", "finished"),
-}
-ALIASES = {  # what dashboards of SGLang and vLLM call the same; SINGLE's, HISTOGRAMS' and those of reasons
-    "num_requests_running": ("sglang:num_running_reqs", "vllm:num_requests_running"),
-    "num_requests_waiting": ("sglang:num_queue_reqs", "vllm:num_requests_waiting"),
-    "kv_cache_usage_perc": ("sglang:token_usage", "vllm:kv_cache_usage_perc"),
-    "prefix_cache_hit_tokens_total": ("sglang:cached_tokens_total", "vllm:prefix_cache_hits_total"),
-    "generation_tokens_total": ("sglang:generation_tokens_total", "vllm:generation_tokens_total"),
-    "prompt_tokens_total": (
-        "sglang:prompt_tokens_total",
-        "vllm:prompt_tokens_total",
-        "vllm:prefix_cache_queries_total",
-    ),
-    "num_preemptions_total": ("sglang:num_retracted_requests_total", "vllm:num_preemptions_total"),
-    "spec_decode_num_draft_tokens_total": ("vllm:spec_decode_num_draft_tokens_total",),
-    "spec_decode_num_accepted_tokens_total": ("vllm:spec_decode_num_accepted_tokens_total",),
-    "time_to_first_token_seconds": ("sglang:time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
-    "time_per_output_token_seconds": ("sglang:time_per_output_token_seconds", "vllm:time_per_output_token_seconds"),
-    "request_queue_time_seconds": ("sglang:queue_time_seconds", "vllm:request_queue_time_seconds"),
-    "inter_token_latency_seconds": ("sglang:inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
-    "e2e_request_latency_seconds": ("sglang:e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
-    "request_success_total": ("sglang:num_requests_total", "vllm:request_success_total"),
-} | {
-    name: (f"vllm:{name}",)
-    for name in ("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
-                 "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
-                 "iteration_tokens_total", "cache_config_info")
+OWN = frozenset("up http_open_rows kv_cache_pages_used kv_cache_pages_cached kv_cache_pages computed_tokens_total "
+                "steps_total http_requests_total".split())  # fmt: skip
+SGLANG = {  # what its dashboards call those that it has
+    "num_requests_running": "num_running_reqs", "num_requests_waiting": "num_queue_reqs",
+    "kv_cache_usage_perc": "token_usage", "prefix_cache_hit_tokens_total": "cached_tokens_total",
+    "num_preemptions_total": "num_retracted_requests_total", "request_queue_time_seconds": "queue_time_seconds",
+    "request_success_total": "num_requests_total",
+    **{name: name for name in ("generation_tokens_total", "prompt_tokens_total", "time_to_first_token_seconds",
+                               "time_per_output_token_seconds", "inter_token_latency_seconds",
+                               "e2e_request_latency_seconds")},
 }  # fmt: skip
+VLLM = {  # which has all but OWN, most of them by our name
+    "prefix_cache_hit_tokens_total": ("prefix_cache_hits_total",),
+    "prompt_tokens_total": ("prompt_tokens_total", "prefix_cache_queries_total"),
+}
+
+
+def others(name: str) -> list[str]:
+    """What dashboards of SGLang and vLLM call the same. Pure."""
+    sglang = [f"sglang:{SGLANG[name]}"] if name in SGLANG else []
+    return [] if name in OWN else sglang + [f"vllm:{word}" for word in VLLM.get(name, (name,))]
 
 
 class Meter:
@@ -97,9 +84,7 @@ class Meter:
     def __init__(self, model: str = "", cache: CacheConfig | None = None) -> None:
         self.label = "model_name=" + json.dumps(model, ensure_ascii=False)
         self.cache = cache or CacheConfig()
-        self.counts = {
-            name: [0] * (len(bounds) + 1) for name, (bounds, _) in HISTOGRAMS.items()
-        }  # of each bucket alone
+        self.counts = {name: [0] * (len(bounds) + 1) for name, (bounds, *_) in HISTOGRAMS.items()}  # of each alone
         self.sums: dict[str, float] = dict.fromkeys(HISTOGRAMS, 0)
         self.finished: Counter[str] = Counter()
         self.answers: Counter[tuple[str, int]] = Counter()
@@ -116,10 +101,10 @@ class Meter:
         self._add("request_generation_tokens", drawn)
         self._add("request_params_n", state.request.params.n)
         self._add("request_params_max_tokens", state.request.max_new_tokens)
-        for name, (begin, end) in SPANS.items():
-            begun, ended = getattr(state, begin), getattr(state, end)
-            if begun is not None and ended is not None:
-                self._add(name, ended - begun)
+        for name, (_, _, span) in HISTOGRAMS.items():
+            moments = [getattr(state, moment) for moment in span]
+            if moments and None not in moments:
+                self._add(name, moments[1] - moments[0])
         if drawn > 1 and state.finished is not None and state.first_token is not None:
             each = (state.finished - state.first_token) / (drawn - 1)
             self._add("time_per_output_token_seconds", each)
@@ -136,7 +121,7 @@ class Meter:
         lines: list[str] = []
 
         def family(name: str, kind: str, help_: str, samples: list[str]) -> None:
-            for other in (f"fengine:{name}", *ALIASES.get(name, ())):
+            for other in (f"fengine:{name}", *others(name)):
                 lines.extend([f"# HELP {other} {help_}", f"# TYPE {other} {kind}"])
                 lines.extend(other + (sample if other[0] == "f" else self._labelled(sample)) for sample in samples)
 
@@ -155,7 +140,7 @@ class Meter:
         family("iteration_tokens_total", "histogram", "Tokens of ended prompts and drawn tokens, by step.", of_steps)
         answers = [f'{{path="{path}",status="{code}"}} {n}' for (path, code), n in sorted(self.answers.items())]
         family("http_requests_total", "counter", "HTTP requests answered.", answers)
-        for name, (bounds, help_) in HISTOGRAMS.items():
+        for name, (bounds, help_, _) in HISTOGRAMS.items():
             totals = list(accumulate(self.counts[name]))
             buckets = [f'_bucket{{le="{le}"}} {n}' for le, n in zip([*bounds, "+Inf"], totals, strict=True)]
             family(name, "histogram", help_, [*buckets, f"_sum {self.sums[name]!r}", f"_count {totals[-1]}"])

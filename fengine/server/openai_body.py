@@ -102,9 +102,8 @@ def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     if given["max_tokens"] == 0 and not given["echo"] and given["prompt_logprobs"] is None:
         raise invalid("max_tokens", "max_tokens may be 0 only with echo=true, to score a prompt.")
     arguments = _arguments(body, given, given["echo"]) | {kind: prompts}
-    arguments["sampling_params"]["max_new_tokens"] = (
-        DEFAULT_TOKENS if given["max_tokens"] is None else given["max_tokens"]
-    )
+    most = DEFAULT_TOKENS if given["max_tokens"] is None else given["max_tokens"]
+    arguments["sampling_params"]["max_new_tokens"] = most
     words = {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs", "input_ids": "prompt", "text": "prompt",
              "token_ids_logprob": "logprob_token_ids"}  # fmt: skip
     return OpenAIRequest(given, arguments, fields.WORDS | fields.salt_word(body) | words, count)
@@ -258,9 +257,8 @@ def prompt_ids(
 ) -> list[list[int]]:
     """The ids of each of the prompts that `texts_or_ids` read. Errors: InvalidRequestError and its kinds; ApiError."""
     if kind == "text":
-        rows = tokenizer.encode_batch(
-            [prompts] if isinstance(prompts, str) else prompts, add_special_tokens=add_special
-        )
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        rows = tokenizer.encode_batch(texts, add_special_tokens=add_special)
     else:
         rows = prompts if isinstance(prompts[0], list) else [prompts]
     return [cut.cut(row, context) for row in rows] if cut else rows

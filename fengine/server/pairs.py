@@ -91,11 +91,11 @@ def _scored(
     cut, count, wanted = cut_of(given, engine), len(first), heads.wanted(given, activated)
     if engine._parts.spec.num_labels is not None or not activated:  # SGLang's rerank takes no embedding model
         ids = _pair_ids(engine, list(zip(first, second, strict=True)), cut)
-        label = _activation(engine, wanted)
+        score = heads.of_scores(hf_config(engine._parts), pooling_of(engine._context).activation, wanted)
         return (
             EncodeReqInput(ids),
             count,
-            lambda outputs: [_label(one["embedding"], label) for one in complete(outputs)],
+            lambda outputs: [_label(one["embedding"], score) for one in complete(outputs)],
         )
     for i, text in enumerate(texts := first + second):
         engine.tokenizer.check_text(text, f"prompt[{i % count}][{i // count}]")
@@ -117,11 +117,6 @@ def _texts(given: Mapping[str, Any], name: str) -> list[str]:
     if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
         raise invalid(name, f"{name} must be a text or a list of texts, got {value!r:.80}.")
     return value
-
-
-def _activation(engine: Engine, wanted: bool) -> heads.Activation:
-    """What makes a score of a cross-encoder's label. Errors: ApiError."""
-    return heads.of_scores(hf_config(engine._parts), pooling_of(engine._context).activation, wanted)
 
 
 def _label(vector: list[float], activation: heads.Activation) -> float:

@@ -38,8 +38,8 @@ class ReasoningParser:
     ) -> None:  # fmt: skip
         """`tokenizer` has no effect. Errors: UnsupportedFeatureError for a type that is not built."""
         if model_type not in THINKS:
-            raise UnsupportedFeatureError(f"ReasoningParser({model_type!r:.80}) is not built; there are "
-                                          f"{', '.join(THINKS)}.")  # fmt: skip
+            told = f"ReasoningParser({model_type!r:.80}) is not built"
+            raise UnsupportedFeatureError(f"{told}; there are {', '.join(THINKS)}.")
         self._held: str | None = None if stream_reasoning else ""  # a thought that is told when it has ended
         form, opened = None, model_type in OPENED if force_reasoning is None else force_reasoning
         if model_type == "gpt-oss":
@@ -78,9 +78,8 @@ class FunctionCallParser:
     def __init__(self, tools: Sequence[Tool], tool_call_parser: str) -> None:
         """Errors: UnsupportedFeatureError for a format that is not built."""
         if tool_call_parser not in FORMS:
-            raise UnsupportedFeatureError(
-                f"tool_call_parser={tool_call_parser!r:.80} is not built; there are {', '.join(FORMS)}."
-            )
+            told = f"tool_call_parser={tool_call_parser!r:.80} is not built"
+            raise UnsupportedFeatureError(f"{told}; there are {', '.join(FORMS)}.")
         self._names = [tool.function.name for tool in tools]
         functions = [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in tools]
         self._new = partial(OutputParser, FORMS[tool_call_parser], functions=functions)

@@ -124,13 +124,11 @@ class Service:
 
     def _reserve(self, rows: int) -> None:
         """Errors: ApiError 429 when they would be too many, 400 when they always would."""
-        if rows > self.config.max_rows:
-            raise ApiError(
-                400, f"{rows} rows are more than serve.max_rows={self.config.max_rows}; ask for fewer at once."
-            )
+        if rows > (most := self.config.max_rows):
+            raise ApiError(400, f"{rows} rows are more than serve.max_rows={most}; ask for fewer at once.")
         with self._lock:
-            if rows > 0 and self.rows + rows > self.config.max_rows:
-                told = f"{self.rows} rows are open, and {rows} more would exceed serve.max_rows={self.config.max_rows}"
+            if rows > 0 and self.rows + rows > most:
+                told = f"{self.rows} rows are open, and {rows} more would exceed serve.max_rows={most}"
                 raise ApiError(429, f"{told}; try again later.", code="queue_full", headers={"Retry-After": "1"})
             self.rows += rows
 
@@ -249,9 +247,8 @@ class Service:
 
     def _unknown(self, name: str) -> ApiError:
         known = ", ".join([self.model, *self.engine.lora_adapters()])
-        told = (
-            f"The model `{name:.200}` does not exist. The served model name is `{self.model}`; there is {known:.500}."
-        )
+        told = f"The model `{name:.200}` does not exist. The served model name is `{self.model}`"
+        told += f"; there is {known:.500}."
         if name.startswith(f"{self.model}:") and self.engine._parts.adapters is None:
             told += " LoRA is not enabled, so there are no adapters: start the server with lora.paths or --enable-lora."
         return ApiError(404, told, "model", "model_not_found")
@@ -267,11 +264,9 @@ class Service:
         """The model and its adapters by name, in OpenAI's words and vLLM's `max_model_len` and `parent`. Pure."""
         told = {"object": "model", "created": self.created, "owned_by": "fengine", "max_model_len": self.context}
         told["sampling_defaults"] = self.sampling_defaults
-        known = [
-            (self.model, self.model, None),
-            *((n, path, self.model) for n, path in self.engine.lora_adapters().items()),
-        ]
-        return {name: {"id": name, **told, "root": root, "parent": parent} for name, root, parent in known}
+        known = {self.model: (self.model, None)}
+        known |= {name: (path, self.model) for name, path in self.engine.lora_adapters().items()}
+        return {name: {"id": name, **told, "root": root, "parent": parent} for name, (root, parent) in known.items()}
 
     def server_info(self) -> dict[str, Any]:
         """The engine's, but for what its command line may have held."""

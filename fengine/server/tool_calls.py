@@ -194,9 +194,9 @@ def _read_invokes(body: str) -> list[ToolCall]:
     """Calls of pairs, each up to </invoke>. Pure."""
     *parts, rest = body.split("</invoke>")
     calls = [call for part in parts for call in _INVOKE(part)]
-    return (
-        [*calls, ToolCall("", {}, rest, f"the tool call has no end: {rest.strip()!r:.200}")] if rest.strip() else calls
-    )
+    if rest.strip():
+        calls.append(ToolCall("", {}, rest, f"the tool call has no end: {rest.strip()!r:.200}"))
+    return calls
 
 
 _DEEPSEEK = partial(_read_marked, begin="<｜tool▁call▁begin｜>", gap="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>")
@@ -239,10 +239,8 @@ def format_of(template: str | None) -> Format | None:
 def require_format(template: str | None) -> Format:
     """As `format_of`. Errors: UnsupportedFeatureError."""
     if (found := format_of(template)) is None:
-        told = (
-            "tools: the model's chat template describes no tools, or in a form whose calls are not read here; read are"
-        )
-        raise UnsupportedFeatureError(f"{told} those of {', '.join(one.name for one in FORMATS)}")
+        told = "tools: the model's chat template describes no tools, or in a form whose calls are not read here"
+        raise UnsupportedFeatureError(f"{told}; read are those of {', '.join(one.name for one in FORMATS)}")
     return found
 
 
