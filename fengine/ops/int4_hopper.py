@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fengine.ops.ahead import launcher
 from fengine.ops.int4_words import Words
+from fengine.ops.linear_hopper import gated_product
 from fengine.ops.registration import (
     EARLY,
     async_copy,
@@ -52,17 +53,18 @@ class Eights(NamedTuple):
     halves: int = 0
 
 
-def launch(x: Tensor, w: Words, group: int, bias: Tensor | None, y: Tensor, s: Eights) -> None:
-    """y = x @ w.T + bias. Modifies: y."""
+def launch(x: Tensor, w: Words, group: int, bias: Tensor | None, y: Tensor, s: Eights, gated: bool = False,
+           act: int = 0) -> None:  # fmt: skip
+    """y = x @ w.T + bias, or with two blocks a group the gated product of w's two halves. Modifies: y."""
     (blocks, chunks), (m, n), warps = w.words.shape[:2], y.shape, 4 * s.groups
-    rows = -(-m // s.block_m)
-    tiles = rows * -(-blocks // (s.blocks * s.groups))
+    rows, apart = -(-m // s.block_m), n // 32 if gated else s.groups
+    tiles = rows * -(-n // (32 * s.groups * (1 if gated else s.blocks)))
     registers = {} if s.programs == 1 else {"maxnreg": 65536 // (32 * (warps + 4) * s.programs) // 8 * 8}
     launcher(eights_kernel, (min(tiles, multiprocessors(x.device.index) * s.programs),))(
         describe(x, s.block_m, 64), describe(w.words.view(-1, 32), 16, 32), w.scales, y, bias, tiles, rows, m, n,
-        blocks, chunks, w.scales.shape[1], bias is not None, group, s.chunks, s.block_m, s.blocks, s.groups,
-        gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, s.block_m, 16]), s.stages, s.halves, num_warps=warps,
-        launch_pdl=bool(dependent_launch(x.device.index, EARLY)["PDL"]), **registers
+        blocks, chunks, w.scales.shape[1], apart, bias is not None, gated, act, group, s.chunks, s.block_m, s.blocks,
+        s.groups, gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, s.block_m, 16]), s.stages, s.halves,
+        num_warps=warps, launch_pdl=bool(dependent_launch(x.device.index, EARLY)["PDL"]), **registers
     )  # fmt: skip
 
 
@@ -154,26 +156,34 @@ def operand(chunk, HALF: gl.constexpr, PARTS: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def store(y_ptr, bias_ptr, acc, block, line, M, N, BIAS: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr):
-    """Sums [.., 8, BM] of a block of outputs a group."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [8 // GROUPS, 4 * GROUPS], [4 * GROUPS, 1], [1, 0])
+def rounded(acc, bias_ptr, col, N, like, BIAS: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr):
+    """Sums [.., 8, BM] of a block of outputs a group, from output `col` of N on."""
     acc = acc.reshape((32 * GROUPS, BM))
     if BIAS:
-        col = block * 32 + gl.arange(0, 32 * GROUPS, layout=gl.SliceLayout(1, acc.type.layout))
+        col += gl.arange(0, 32 * GROUPS, layout=gl.SliceLayout(1, acc.type.layout))
         acc += gl.load(bias_ptr + col, mask=col < N, other=0.0).to(gl.float32)[:, None]
-    y = gl.convert_layout(acc.to(y_ptr.dtype.element_ty).permute((1, 0)), LINES)
+    return acc.to(like)
+
+
+@gluon.jit
+def store(y_ptr, y, col, line, M, N, BM: gl.constexpr, GROUPS: gl.constexpr):
+    """Rows from `line` on of outputs from `col` on."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [8 // GROUPS, 4 * GROUPS], [4 * GROUPS, 1], [1, 0])
+    y = gl.convert_layout(y.permute((1, 0)), LINES)
     row = line + gl.arange(0, BM, layout=gl.SliceLayout(1, LINES))
-    col = block * 32 + gl.arange(0, 32 * GROUPS, layout=gl.SliceLayout(0, LINES))
+    col += gl.arange(0, 32 * GROUPS, layout=gl.SliceLayout(0, LINES))
     at = y_ptr + row.to(gl.int64)[:, None] * N + col[None, :]
     gl.store(at, y, mask=(row < M)[:, None] & (col < N)[None, :])
 
 
 @gluon.jit
 def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, x_full, x_empty, TILES, MT, M, N, chunks,
-             BIAS: gl.constexpr, GROUP: gl.constexpr, KS: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr,
-             GROUPS: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
-    """Groups of four warps: 32 PARTS outputs of every tile each, for its BM rows of x. What they read next is on its
-    way before they decode what is there."""
+             BIAS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, GROUP: gl.constexpr, KS: gl.constexpr,
+             BM: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr,
+             HALVES: gl.constexpr):  # fmt: skip
+    """Groups of four warps: PARTS blocks of 32 outputs of every tile each, for its BM rows of x. What they read next is
+    on its way before they decode what is there."""
+    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     n = 0
     j = 0  # halves of chunks of x so far
     mbarrier.wait(full.index(0), 0)
@@ -209,24 +219,31 @@ def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, x_full, x_emp
         if HALVES:
             mbarrier.arrive(x_empty.index((j - 1) % HALVES))
         y, y_next = acc.reshape((4 * GROUPS, 2, 8, BM)).permute((0, 2, 3, 1)).split()
-        block, line = tile // MT * (PARTS * GROUPS), tile % MT * BM
-        store(y_ptr, bias_ptr, y, block, line, M, N, BIAS, BM, GROUPS)
+        col, line = tile // MT * (32 * GROUPS * (1 if GATED else PARTS)), tile % MT * BM
+        y = rounded(y, bias_ptr, col, N, DTYPE, BIAS, BM, GROUPS)
         if PARTS == 2:
-            store(y_ptr, bias_ptr, y_next, block + GROUPS, line, M, N, BIAS, BM, GROUPS)
+            next_col = col + (N if GATED else 32 * GROUPS)
+            y_next = rounded(y_next, bias_ptr, next_col, N * (2 if GATED else 1), DTYPE, BIAS, BM, GROUPS)
+            if GATED:
+                y = gated_product(y, y_next, ACT)
+            else:
+                store(y_ptr, y_next, next_col, line, M, N, BM, GROUPS)
+        store(y_ptr, y, col, line, M, N, BM, GROUPS)
 
 
 @gluon.jit
-def copy_weights(w_desc, scale_ptr, w_ring, s_ring, full, empty, TILES, MT, blocks, chunks, words, KS: gl.constexpr,
-                 UNITS: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def copy_weights(w_desc, scale_ptr, w_ring, s_ring, full, empty, TILES, MT, blocks, chunks, words, apart,
+                 GATED: gl.constexpr, KS: gl.constexpr, UNITS: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
+                 STAGES: gl.constexpr):  # fmt: skip
     """The warp that copies codes and scales: all tiles of this program, piece after piece, as the ring has room. In a
-    piece a chunk's parts follow each other, in a part the groups' blocks."""
+    piece a chunk's parts follow each other, `apart` blocks behind each other, in a part the groups' blocks."""
     ROWS: gl.constexpr = 32 * GROUPS
     i = gl.arange(0, KS * PARTS * UNITS * ROWS, layout=gl.BlockedLayout([4], [32], [1], [0]))
-    own = i // (UNITS * ROWS) % PARTS * GROUPS + i // 32 % GROUPS
+    own = i // (UNITS * ROWS) % PARTS * apart + i // 32 % GROUPS
     word = (i // (PARTS * UNITS * ROWS) * UNITS + i // ROWS % UNITS) * 32 + i % 32
     n = 0
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        first = tile // MT * (PARTS * GROUPS)
+        first = tile // MT * (GROUPS * (1 if GATED else PARTS))
         for piece in range(0, gl.cdiv(chunks, KS)):
             slot = n % STAGES
             mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
@@ -238,7 +255,8 @@ def copy_weights(w_desc, scale_ptr, w_ring, s_ring, full, empty, TILES, MT, bloc
             for c in gl.static_range(KS):
                 for b in gl.static_range(PARTS * GROUPS):
                     to = w_ring.index((slot * KS + c) * PARTS + b // GROUPS).slice(b % GROUPS * 16, 16)
-                    async_load(w_desc, [((first + b) * chunks + piece * KS + c) * 16, 0], full.index(slot), to)
+                    block = first + b // GROUPS * apart + b % GROUPS
+                    async_load(w_desc, [(block * chunks + piece * KS + c) * 16, 0], full.index(slot), to)
             n += 1
 
 
@@ -260,11 +278,12 @@ def copy_x(x_desc, x_ring, full, empty, TILES, MT, chunks, KS: gl.constexpr, BM:
 
 
 @gluon.jit(do_not_specialize=["TILES", "MT", "M"])
-def eights_kernel(x_desc, w_desc, scale_ptr, y_ptr, bias_ptr, TILES, MT, M, N, blocks, chunks, words,
-                  BIAS: gl.constexpr, GROUP: gl.constexpr, KS: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr,
-                  GROUPS: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
-    """y of tiles of BM rows and 32 PARTS GROUPS outputs, one after another. HALVES: if not 0, x has a ring of its own,
-    of so many half chunks."""
+def eights_kernel(x_desc, w_desc, scale_ptr, y_ptr, bias_ptr, TILES, MT, M, N, blocks, chunks, words, apart,
+                  BIAS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, GROUP: gl.constexpr, KS: gl.constexpr,
+                  BM: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr,
+                  HALVES: gl.constexpr):  # fmt: skip
+    """y of tiles of BM rows and PARTS GROUPS blocks of outputs, one after another. HALVES: if not 0, x has a ring of
+    its own, of so many half chunks."""
     gdc_launch_dependents()
     UNITS: gl.constexpr = 128 // GROUP  # of scales in a chunk
     XK: gl.constexpr = 1 if HALVES else KS * 2
@@ -284,9 +303,9 @@ def eights_kernel(x_desc, w_desc, scale_ptr, y_ptr, bias_ptr, TILES, MT, M, N, b
     gl.warp_specialize(
         [
             (multiply, (y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, x_full, x_empty, TILES, MT, M, N, chunks,
-                        BIAS, GROUP, KS, BM, PARTS, GROUPS, SUMS, STAGES, HALVES)),
-            (copy_weights, (w_desc, scale_ptr, w_ring, copied, full, empty, TILES, MT, blocks, chunks, words, KS, UNITS,
-                            PARTS, GROUPS, STAGES)),
+                        BIAS, GATED, ACT, GROUP, KS, BM, PARTS, GROUPS, SUMS, STAGES, HALVES)),
+            (copy_weights, (w_desc, scale_ptr, w_ring, copied, full, empty, TILES, MT, blocks, chunks, words, apart,
+                            GATED, KS, UNITS, PARTS, GROUPS, STAGES)),
             (copy_x, (x_desc, x_ring, x_full, x_empty, TILES, MT, chunks, KS, BM, XS, XK)),
         ],
         [1, 1], [40, 40],

@@ -20,9 +20,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fengine.ops import fragments, int4_words, linear, quantized_hopper, quantized_launch
+from fengine.ops import activations, fragments, int4_words, linear, quantized_hopper, quantized_launch
 from fengine.ops.cpu import KIND, LANES, contiguous, maybe, readable, rounded, schedule
-from fengine.ops.linear import in_two
 from fengine.ops.registration import register
 
 KINDS = ("int4", "int8", "fp8", "fp4")  # by the number that cpu_quantized.c knows them by
@@ -142,6 +141,17 @@ _op = register(
 )  # fmt: skip
 
 
+def gated_on_cpu(x: Tensor, *rest: Any) -> Tensor:
+    return activations.on_cpu(on_cpu(x, *rest[:-1], out_dtype=None), rest[-1])
+
+
+_gated_op = register(
+    "quantized_gated(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? index, int n, int group, str kind, "
+    "ScalarType dtype, Tensor? bias, int act) -> Tensor",
+    quantized_launch.gated_launch, gated_on_cpu, lambda x, *rest: x.new_empty((x.shape[0], rest[4] // 2)),
+)  # fmt: skip
+
+
 class Quantized(NamedTuple):
     """A matrix of `n` outputs in few bits, packed for its device; `dtype` is what its values are rounded to."""
 
@@ -161,7 +171,10 @@ class Quantized(NamedTuple):
     ) -> Tensor:
         return _op(x_TK, *self, bias_N, out_dtype)
 
-    gated = in_two
+    def gated(self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, exact: bool, act: str, group: int) -> Any:
+        if group:
+            return linear.in_two(self, x_TK, bias_N, adapters, exact, act, group)
+        return _gated_op(x_TK, *self, bias_N, linear.ACTS.index(act))
 
 
 def fits(kind: str, scale_NG: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import fragments, int4_hopper, int4_words, linear_launch, quantized_hopper
+from fengine.ops import activations, fragments, int4_hopper, int4_words, linear_launch, quantized_hopper
 from fengine.ops.ahead import launcher
 from fengine.ops.fragments import Fragments
 from fengine.ops.int4_hopper import Eights
@@ -78,6 +78,24 @@ EIGHTS = (
     (1024, 4000, Eights(256, 2, 2, 1, 4, 1, 5)),
     (1024, 0, Eights(128, 2, 2, 1, 4, 1)),
 )
+# Of gated products, by the largest M; of more rows scratch is faster.
+GATED = (
+    (8, Eights(8, 2, 1, 4, 4, 2)),
+    (16, Eights(16, 2, 1, 2, 6, 2)),
+    (32, Eights(32, 2, 1, 2, 4, 2)),
+    (64, Eights(64, 2, 2, 2, 4, 1)),
+    (128, Eights(128, 2, 2, 1, 4, 1)),
+    (256, Eights(256, 2, 2, 1, 4, 1, 5)),
+    (384, Eights(128, 2, 2, 1, 4, 1)),
+    (1024, Eights(256, 2, 2, 1, 4, 1, 5)),
+)
+
+
+def gated_schedules(m: int, n: int, packed: Tensor) -> Sequence[Eights]:
+    """Those of a gated product in one kernel, of two halves of n outputs; they begin where blocks do. Pure."""
+    if packed.dim() != 3 or n % 32:
+        return []
+    return [s for most, s in GATED if m <= most][:1]
 
 
 def schedules(m: int, n: int, dtype: torch.dtype, dimensions: int) -> Sequence[Decoding]:
@@ -185,13 +203,16 @@ def decode(matrix: Matrix, k: int, dtype: torch.dtype) -> Tensor:
     return w_NK
 
 
-def run(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Decoding) -> Tensor:
-    """The product that decodes in registers, under `s`. Pure."""
+def run(
+    x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Decoding,
+    act: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The product that decodes in registers, under `s`; with `act`, of Eights, a gated one of its halves. Pure."""
     packed, scale, zero, index, n, group, kind = matrix
     m, k = x_TK.shape
-    y_TN = torch.empty(m, n, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
+    y_TN = torch.empty(m, n if act is None else n // 2, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
     if isinstance(s, Eights):
-        int4_hopper.launch(x_TK, Words(packed, scale), group, bias_N, y_TN, s)
+        int4_hopper.launch(x_TK, Words(packed, scale), group, bias_N, y_TN, s, act is not None, act or 0)
         return y_TN
     if isinstance(s, Tiles):
         quantized_hopper.launch(x_TK, Fragments(packed, scale), group, bias_N, y_TN, s)
@@ -205,22 +226,26 @@ def run(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dt
     return y_TN
 
 
-def is_proved(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Decoding) -> bool:
+def is_proved(
+    x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Decoding,
+    act: int | None = None,
+) -> bool:  # fmt: skip
     """Whether `s` gives the bits of the decoded matrix under linear.py's reference; compared once for these sizes."""
     m, k = x_TK.shape
 
     def compare() -> bool:
         x_XTK, w_NK = random_rows(m, k, matrix.n, x_TK), decode(matrix, k, x_TK.dtype)
         want = [linear_launch.run(plain(x), w_NK, matrix.n, bias_N, out_dtype, REFERENCE) for x in x_XTK]
+        want_XTN = torch.stack(want if act is None else [activations.launch(y, act) for y in want])
 
         def tried() -> Tensor:
-            return torch.stack([run(plain(x), matrix, bias_N, out_dtype, s) for x in x_XTK])
+            return torch.stack([run(plain(x), matrix, bias_N, out_dtype, s, act) for x in x_XTK])
 
-        return same_bits(torch.stack(want), tried, not isinstance(s, Schedule))
+        return same_bits(want_XTN, tried, not isinstance(s, Schedule))
 
     facts = f"{matrix.kind} {matrix.group} {matrix.index is not None} {matrix.scale.dtype} {bias_N is not None}"
     key = f"quantized {x_TK.dtype} {out_dtype} {facts} {m}x{matrix.n}x{k} {tuple(s)}"
-    return proved(x_TK.device, key, compare)
+    return proved(x_TK.device, key if act is None else f"{key} gated {act}", compare)
 
 
 def launch(
@@ -236,3 +261,15 @@ def launch(
     if 0 < len(x) <= FEW and x.dtype != torch.float32:  # the kernels of few rows read weights before that has ended
         return linear_launch.run(x, w_NK, n, bias, out_dtype, REFERENCE)
     return linear_launch.launch(x, w_NK, n, bias, out_dtype)
+
+
+def gated_launch(
+    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None, n: int, group: int, kind: str,
+    dtype: torch.dtype, bias: Tensor | None, act: int,
+) -> Tensor:  # fmt: skip
+    """The gated product of one kernel where that is proved, or of two."""
+    x, matrix = plain(x), Matrix(packed, scale, zero, index, n, group, kind)
+    for s in gated_schedules(x.shape[0], n // 2, packed) if len(x) else ():
+        if is_proved(x, matrix, bias, None, s, act):
+            return run(x, matrix, bias, None, s, act)
+    return activations.launch(launch(x, *matrix, dtype, bias, None), act)

@@ -70,12 +70,15 @@ def rope_kv_write_kernel(
     tl.store(out, y1.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(out + K // 2, y2.to(q_ptr.dtype.element_ty), mask=mask)
     if S:
-        y1 = y1.to(q_ptr.dtype.element_ty).to(tl.float32)
-        y2 = y2.to(q_ptr.dtype.element_ty).to(tl.float32)
-        is_key = here & (head >= H) & (head < H + G)
-        store_heads(k_ptr, slot, head - H, is_key, y1, y2, G, K, HALF, S)
-        is_value = here & (head >= H + G) & (head < H + 2 * G)
-        store_heads(v_ptr, slot, head - H - G, is_value, raw1.to(tl.float32), raw2.to(tl.float32), G, K, HALF, S)
+        first = tl.program_id(1) * HEADS  # most programs have heads of q alone, and nothing to encode
+        if (first + HEADS > H) & (first < H + G):
+            is_key = here & (head >= H) & (head < H + G)
+            y1 = y1.to(q_ptr.dtype.element_ty).to(tl.float32)
+            y2 = y2.to(q_ptr.dtype.element_ty).to(tl.float32)
+            store_heads(k_ptr, slot, head - H, is_key, y1, y2, G, K, HALF, S)
+        if first + HEADS > H + G:
+            is_value = here & (head >= H + G) & (head < H + 2 * G)
+            store_heads(v_ptr, slot, head - H - G, is_value, raw1.to(tl.float32), raw2.to(tl.float32), G, K, HALF, S)
     else:
         out = k_ptr + (slot * G * K)[:, None] + at - H * K
         mask = turned & (head >= H)[:, None]

@@ -11,7 +11,7 @@ from interpreted import INTERPRETED, run_interpreted, starts_interpreter
 from quantized_checkpoints import from_fragments, from_words
 from torch import Tensor
 
-from fengine.ops import cpu, fragments, int4_words, linear, linear_launch, quantized, quantized_launch
+from fengine.ops import activations, cpu, fragments, int4_words, linear, linear_launch, quantized, quantized_launch
 from fengine.ops.quantized import Codes
 
 SIZES = ((33, 64, 16, False), (95, 96, 32, True), (64, 40, 40, False), (70, 24, 12, False), (130, 257, 257, False))
@@ -217,3 +217,18 @@ def test_on_a_device_the_bits_are_those_of_the_dequantized_matrix(kind: str) -> 
             assert torch.equal(got, want), (n, k, m, dtype)
             for s in quantized_launch.schedules(m, n, dtype, few.packed.dim()):
                 assert quantized_launch.is_proved(x, quantized_launch.Matrix(*few[:7]), None, None, s), s
+
+
+@pytest.mark.gpu
+def test_on_a_device_gated_products_of_int4_are_those_of_two_ops() -> None:
+    for n, k, act in ((192, 384, 0), (2 * 1056, 256, 1), (2 * 4864, 896, 0), (1000, 256, 2)):
+        codes = fragment_codes("int4", n, k, 128).to(torch.device("cuda"))
+        few = quantized.pack(codes, torch.bfloat16)
+        assert isinstance(few, quantized.Quantized) and few.packed.dim() == 3
+        matrix, bias = quantized_launch.Matrix(*few[:7]), torch.randn(n, device="cuda").bfloat16()
+        for m in (1, 8, 9, 40, 300, 1100):
+            x = torch.randn(m, k, device="cuda").bfloat16()
+            want = activations.launch(linear.linear(x, few, bias), act)
+            assert torch.equal(linear.gated_linear(x, few, bias, act=activations.ACTS[act]), want), (n, k, m, act)
+            for _, s in quantized_launch.GATED if n // 2 % 32 == 0 else ():
+                assert torch.equal(quantized_launch.run(x, matrix, bias, None, s, act), want), (n, k, m, act, s)
