@@ -71,16 +71,14 @@ def rendered(
     `chat`."""
     (tokenizer, values), messages = _template(context, tools, values), plain(messages)
     several = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
+    how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     ids, images = [], []
     for one in messages if several else [messages]:
         said, own = without_images(one)
         said = plain(said)
         if not own and context.parts.images is None and has_places(said):  # its template would write the part as text
             raise InvalidRequestError("messages have the place of an image, but this model takes none; leave it out.")
-        ids.append(tokenizer.encode_chat(
-            said, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            **values,
-        ))  # fmt: skip
+        ids.append(tokenizer.encode_chat(said, **values, **how))
         images.append(own or None)
     return (ids, images if any(images) else None) if several else (ids[0], images[0])
 

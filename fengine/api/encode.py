@@ -10,8 +10,7 @@ from typing import Any, overload
 from fengine.api.arguments import described_by, record_of
 from fengine.api.chat import is_chat, rendered, with_images
 from fengine.api.context import EngineContext
-from fengine.api.generate_checks import refuse_not_built
-from fengine.api.generate_input import NOTHING_DRAWN, GenerateReqInput
+from fengine.api.generate_input import NOTHING_DRAWN, GenerateReqInput, refuse_not_built
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import Output, Result, complete
@@ -113,9 +112,7 @@ def as_generate(context: EngineContext, req: EncodeReqInput) -> GenerateReqInput
     if is_chat(text):
         ids, images = rendered(context, text)
         text, image_data = None, with_images({"image_data": image_data}, images)["image_data"]
-    elif (
-        hasattr(text, "ndim") or isinstance(text, (list, tuple)) and text and not any(isinstance(p, str) for p in text)
-    ):
+    elif hasattr(text, "ndim") or isinstance(text, (list, tuple)) and text and not any(type(p) is str for p in text):
         text, ids = None, text
     else:
         text, ids = _prepared(context, text, ids)
@@ -153,9 +150,8 @@ def pair_ids(context: EngineContext, pairs: Any, most: int | None = None, side: 
     own = min(parts.context_length, pooling_of(context).max_length or parts.context_length)
     most = own if most is None else min(own, most)
     if parts.spec.num_labels is None:
-        raise InvalidRequestError(
-            "rerank needs a cross-encoder: a checkpoint of …ForSequenceClassification. For others use score or encode."
-        )
+        needed = "rerank needs a cross-encoder: a checkpoint of …ForSequenceClassification"
+        raise InvalidRequestError(f"{needed}. For others use score or encode.")
     tokenizer, spec = parts.tokenizer, parts.spec
     if tokenizer is None:
         raise InvalidRequestError("rerank takes texts, which skip_tokenizer_init=True cannot; use encode with ids.")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Unpack, cast, overload
 
-from fengine.api import admin, info, request_features, weights
+from fengine.api import admin, call_options, info, weights
 from fengine.api import chat as chats
 from fengine.api import encode as embeddings
 from fengine.api import score as scoring
@@ -19,7 +19,6 @@ from fengine.api.generate_input import GenerateReqInput
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import complete
-from fengine.api.request_features import grammars_in
 from fengine.api.request_log import request_log
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions, Turn
@@ -37,9 +36,8 @@ from fengine.tokenizer.detokenizer import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.generation_config import read_sampling_defaults
 
-Sampling = (
-    SamplingParamsDict | Mapping[str, Any] | SamplingParams | Sequence[SamplingParamsDict | Mapping[str, Any]] | None
-)
+Values = SamplingParamsDict | Mapping[str, Any]
+Sampling = Values | SamplingParams | Sequence[Values] | None
 Prompts = str | list[str] | None
 Ids = Sequence[int]
 
@@ -78,9 +76,8 @@ class Engine:
             raise InvalidRequestError(f"give server_args or single fields, not both (got {', '.join(settings)})")
         args = server_args if server_args is not None else ServerArgs(*given, **settings)
         if not isinstance(args, ServerArgs):
-            raise ConfigError(
-                f"server_args must be a ServerArgs, got {type(args).__name__}; a dict: Engine(**settings)"
-            )
+            got = type(args).__name__
+            raise ConfigError(f"server_args must be a ServerArgs, got {got}; a dict: Engine(**settings)")
         with _built(args.to_config()) as parts:
             if parts.tokenizer is not None:
                 parts.tokenizer = parts.tokenizer.with_chat_template(args.chat_template, args.hf_chat_template_name)
@@ -195,7 +192,9 @@ class Engine:
     async def _answered(self, req: GenerateReqInput | EncodeReqInput) -> Any:
         """What `async_generate` or `async_encode` gives of a call. The event loop goes on while grammars are compiled,
         and images and adapters that have left CPU memory are read."""
-        if isinstance(req, GenerateReqInput) and (sources := grammars_in(self._context, req.sampling_params)):
+        if isinstance(req, GenerateReqInput) and (
+            sources := call_options.grammars_in(self._context, req.sampling_params)
+        ):
             await asyncio.to_thread(self._context.grammars.prepare, sources)
         if (images := self._parts.images) is not None and req.image_data is not None:
             req.image_data = await asyncio.to_thread(images.read_all, req.image_data)
@@ -259,7 +258,7 @@ class Engine:
     lora_adapters = weights.lora_adapters
     open_session = admin.open_session
     close_session = admin.close_session
-    register_logit_processor = request_features.register_logit_processor
+    register_logit_processor = call_options.register_logit_processor
     abort = admin.abort
     pause_generation = admin.pause_generation
     continue_generation = admin.continue_generation

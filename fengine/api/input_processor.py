@@ -7,11 +7,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from fengine.api.call_options import check_amount, logprobs_asked, queue_options
+from fengine.api import call_options
 from fengine.api.context import EngineContext
-from fengine.api.generate_checks import routed_rank
-from fengine.api.generate_input import GenerateReqInput, split_batch
-from fengine.api.request_features import grammar_asked, hidden_asked, processor_asked, prompt_in_place
+from fengine.api.generate_input import GenerateReqInput, routed_rank, split_batch
 from fengine.api.sessions import Turn
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
@@ -82,16 +80,18 @@ def _check(
     _refuse_without_text(parts, params)
     ids, spans, rope = prompt_ids(parts, prompt), (), None
     if prompt.session_params is not None or prompt.image_data is not None or parts.images is not None:
-        ids, spans, rope = prompt_in_place(context, prompt, ids, turns)
+        ids, spans, rope = call_options.prompt_in_place(context, prompt, ids, turns)
     ids = _fitting(context, ids, params.max_new_tokens == 0, cut=not spans)
     sampling = prompt.sampling_params
     explicit = isinstance(sampling, SamplingParams) or "max_new_tokens" in (sampling or {})
     most = _room(context, params, len(ids), explicit)
     asked = [_asked(context, prompt, params, len(ids)) for _ in prompt.rid]
     if asked[0].top_logprobs or asked[0].logprob_ids:
-        check_amount(asked[0], len(asked), len(ids), most)
+        call_options.check_amount(asked[0], len(asked), len(ids), most)
     early_ids = params.end_ids(parts.eos_ids) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
-    further = _further(context, prompt)
+    rare = any(value is not None for value in (prompt.lora_path, prompt.cache_salt, prompt.priority))
+    queued = rare or context.args.enable_priority_scheduling
+    further = call_options.queue_options(parts, context.args, prompt) if queued else {}
     return [
         Request(
             rid=rid,
@@ -110,27 +110,19 @@ def _check(
     ]
 
 
-def _further(context: EngineContext, prompt: GenerateReqInput) -> dict[str, Any]:
-    """The fields of Request for what most calls leave out. Errors: InvalidRequestError; AdapterError."""
-    given = (prompt.lora_path, prompt.cache_salt, prompt.priority)
-    if context.args.enable_priority_scheduling or any(value is not None for value in given):
-        return queue_options(context.parts, context.args, prompt)
-    return {}
-
-
 def _asked(context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, count: int) -> SamplingParams:
     """`params` with what the call's other arguments ask for, a request's own copy. Errors: InvalidRequestError."""
     asked: dict[str, Any] = {}
     options = (prompt.logprob_start_len, prompt.top_logprobs_num, prompt.token_ids_logprob)
     if prompt.return_logprob is not False or any(value is not None for value in options):
-        asked |= logprobs_asked(prompt, count, context.parts.spec.vocab_size)
+        asked |= call_options.logprobs_asked(prompt, count, context.parts.spec.vocab_size)
     if prompt.custom_logit_processor is not None:
-        asked |= processor_asked(context, prompt.custom_logit_processor, params)
+        asked |= call_options.processor_asked(context, prompt.custom_logit_processor, params)
     if params.grammar_key is not None:
-        asked["grammar"] = grammar_asked(context, params)
+        asked["grammar"] = call_options.grammar_asked(context, params)
     hidden = prompt.return_hidden_states
     if not (hidden is None or hidden is False) or context.args.return_hidden_states:
-        asked["hidden"] = hidden_asked(context.args, hidden)
+        asked["hidden"] = call_options.hidden_asked(context.args, hidden)
     return replace(params, **asked) if asked else params
 
 
@@ -147,9 +139,8 @@ def prompt_ids(parts: Parts, prompt: GenerateReqInput) -> list[int]:
     if prompt.input_ids is not None:
         return check_ids(prompt.input_ids, vocab_size)
     if tokenizer is None:
-        raise InvalidRequestError(
-            "The engine initialized with skip_tokenizer_init=True cannot accept text prompts; give input_ids."
-        )
+        why = "The engine initialized with skip_tokenizer_init=True cannot accept text prompts"
+        raise InvalidRequestError(f"{why}; give input_ids.")
     ids = tokenizer.encode(prompt.text)
     if not ids:
         raise InvalidRequestError("the prompt is empty and this model has no bos token to start from.")
@@ -207,6 +198,5 @@ def _refuse_without_text(parts: Parts, params: SamplingParams) -> None:
         return
     for name in ("stop", "stop_regex", "min_new_tokens", *GRAMMARS):
         if getattr(params, name):
-            raise InvalidRequestError(
-                f"{name} is unavailable when skip_tokenizer_init=True: it needs the tokenizer. Leave {name} out."
-            )
+            why = f"{name} is unavailable when skip_tokenizer_init=True: it needs the tokenizer"
+            raise InvalidRequestError(f"{why}. Leave {name} out.")

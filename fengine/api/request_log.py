@@ -59,9 +59,8 @@ class RequestLog:
         if folder is None or self._dumped or not isinstance(error, EngineDeadError):
             return
         self._dumped = True
-        settings = {
-            name: "(hidden)" if name in SECRETS and value else value for name, value in asdict(self._args).items()
-        }
+        settings = asdict(self._args)
+        settings |= {name: "(hidden)" for name in SECRETS if settings[name]}
         rows = [
             {"time": at, "rid": request.rid, "input_ids": request.token_ids[: request.prompt_len],
              "output_ids": request.token_ids[request.prompt_len :], "sampling_params": params_of(request),

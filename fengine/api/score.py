@@ -14,8 +14,8 @@ import torch
 
 from fengine.api.arguments import takes
 from fengine.api.encode import encode_requests, pair_ids, rerank_scores
-from fengine.api.generate_checks import refuse_not_built
-from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.generate_input import GenerateReqInput, refuse_not_built
+from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import complete
 from fengine.api.streams import OutputCollector
 from fengine.api.types import EncodeOutput
@@ -78,9 +78,8 @@ class Scoring:
                 raise InvalidRequestError(f"{name} must be True or False, got {told(getattr(req, name))}.")
         temperature = _temperature(req.temperature, req.apply_softmax)
         if req.return_pooled_hidden_states and generates:
-            raise InvalidRequestError(
-                "return_pooled_hidden_states is not supported for CausalLM models; classifiers have them."
-            )
+            why = "return_pooled_hidden_states is not supported for CausalLM models"
+            raise InvalidRequestError(f"{why}; classifiers have them.")
         if req.return_token_logprobs and not generates:
             raise InvalidRequestError("return_token_logprobs needs a CausalLM model: a classifier scores no tokens.")
         labels = plain(req.label_token_ids)
@@ -150,13 +149,11 @@ def score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
 @takes(ScoreReqInput)
 async def async_score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
     """As `score`. Works in any event loop."""
-    scoring = _scoring(engine, args, kwargs)
+    scoring, loop = _scoring(engine, args, kwargs), asyncio.get_running_loop()
     if not scoring.prompts:
         return scoring.result()
-    loop = asyncio.get_running_loop()
-    return scoring.result(
-        await OutputCollector(engine._context, *_call(engine, scoring), stream=False, loop=loop).wait_async()
-    )
+    asked = OutputCollector(engine._context, *_call(engine, scoring), stream=False, loop=loop)
+    return scoring.result(await asked.wait_async())
 
 
 def _scoring(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scoring:
@@ -208,10 +205,8 @@ def check_labels(labels: Any, count: int, vocab_size: int) -> list[list[int]]:
     if not any(isinstance(entry, (list, tuple)) for entry in labels):
         return [_check_row(labels, vocab_size)] * count
     if len(labels) != count or not all(isinstance(entry, (list, tuple)) and entry for entry in labels):
-        raise InvalidRequestError(
-            f"label_token_ids must be a list of token ids or one list per item, none empty, got {len(labels)} entries "
-            f"for {count} items."
-        )
+        needed = "label_token_ids must be a list of token ids or one list per item, none empty"
+        raise InvalidRequestError(f"{needed}, got {len(labels)} entries for {count} items.")
     return [_check_row(row, vocab_size) for row in labels]
 
 

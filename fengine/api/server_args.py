@@ -9,17 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from typing import Any, get_args
 
-from fengine.api.sglang_args import (
-    OPTIONS,
-    cli_object,
-    draft_tokens,
-    further_values,
-    graphs_of,
-    log_harmless,
-    refuse_foreign,
-    set_log_level,
-    with_foreign_fields,
-)
+from fengine.api import sglang_args as sglang
 from fengine.config import EngineConfig
 from fengine.core.json_text import json_object
 from fengine.core.request import SamplingParams
@@ -50,7 +40,7 @@ def setting(default: Any, path: str) -> Any:
     return field(default=default, metadata={"path": path})
 
 
-@with_foreign_fields
+@sglang.with_foreign_fields
 @dataclass
 class ServerArgs:
     """A plain dataclass (`dataclasses.asdict` works). `to_config` checks it and gives an EngineConfig. The fields here
@@ -150,10 +140,10 @@ class ServerArgs:
     def to_config(self) -> EngineConfig:
         """The same settings in fengine's words. Errors: ConfigError, UnsupportedFeatureError."""
         self._check_types()
-        refuse_foreign(vars(self))
+        sglang.refuse_foreign(vars(self))
         self._check_values()
-        set_log_level(self.log_level)
-        log_harmless(vars(self))
+        sglang.set_log_level(self.log_level)
+        sglang.log_harmless(vars(self))
         values = {path.lstrip("!"): _converted(path, getattr(self, name)) for name, path in PATHS.items()}
         sections: dict[str, dict[str, Any]] = defaultdict(dict)
         for path, value in (values | self._derived()).items():
@@ -166,7 +156,8 @@ class ServerArgs:
     def _derived(self) -> dict[str, Any]:
         """Values of the configuration that are no single field here. Errors: ConfigError."""
         overrides = json_object("json_model_override_args", self.json_model_override_args)
-        (rows, prefill_graphs), number, chunk = graphs_of(vars(self)), self.base_gpu_id, self.chunked_prefill_size
+        rows, prefill_graphs = sglang.graphs_of(vars(self))
+        number, chunk = self.base_gpu_id, self.chunked_prefill_size
         if number and self.device not in (None, "cpu", "cuda", f"cuda:{number}"):
             raise ConfigError(f"device={self.device!r} and base_gpu_id={number} name two GPUs; leave one of them out")
         dtype = plain(self.dtype) if isinstance(self.dtype, str) else told(self.dtype)
@@ -179,8 +170,8 @@ class ServerArgs:
             "compile.prefill_graphs": prefill_graphs,
             "compile.graph_rows": rows,
             "speculation.algorithm": self.speculative_algorithm and self.speculative_algorithm.lower(),
-            "speculation.num_draft_tokens": draft_tokens(vars(self)),
-            **further_values(vars(self)),
+            "speculation.num_draft_tokens": sglang.draft_tokens(vars(self)),
+            **sglang.further_values(vars(self)),
         }
 
     @property
@@ -212,11 +203,11 @@ class ServerArgs:
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         """An option for each field: `--tp-size 2`, and `--disable-cuda-graph` for a field that is False."""
         for f in fields(ServerArgs):
-            words = ["--" + f.name.replace("_", "-"), *OPTIONS.get(f.name, ())]
+            words = ["--" + f.name.replace("_", "-"), *sglang.OPTIONS.get(f.name, ())]
             if list in get_args(f.type):
                 parser.add_argument(*words, nargs="+")
             elif dict in get_args(f.type) and str not in get_args(f.type):
-                parser.add_argument(*words, type=cli_object)
+                parser.add_argument(*words, type=sglang.cli_object)
             elif bool in (type(f.default), *get_args(f.type)):
                 parser.add_argument(*words, action=argparse.BooleanOptionalAction, default=f.default)
             else:

@@ -182,10 +182,8 @@ class Sessions:
             if rid in session.turns:
                 raise SessionError(f"rid {told(rid)} is a turn of session {told(params.id)} already; choose another.")
             last = session.last_finished() if session.streaming else None
-            if session.streaming and params not in (
-                SessionParams(params.id),
-                SessionParams(params.id, last and last.rid),
-            ):
+            appended = (SessionParams(params.id), SessionParams(params.id, last and last.rid))
+            if session.streaming and params not in appended:
                 raise SessionError(
                     f"session {told(params.id)} is streaming, so append-only: leave offset, replace and "
                     "drop_previous_output out of session_params, and any rid but the last turn's."
@@ -236,9 +234,8 @@ class Sessions:
             for turn in turns:
                 session, parent = self._find(turn.session_id), turn.parent
                 if turn.rid in session.turns or (parent is not None and session.turns.get(parent.rid) is not parent):
-                    raise SessionError(
-                        f"session {told(turn.session_id)} changed while a turn was added to it; try again."
-                    )
+                    name = told(turn.session_id)
+                    raise SessionError(f"session {name} changed while a turn was added to it; try again.")
             gone = [turn for new in turns for turn in new.replaced]
             for turn in gone:
                 self._take_out(turn)

@@ -1,6 +1,7 @@
 """SGLang's settings that fengine has not, and its ways to write those that it has. `sglang_args.json` holds names and
 defaults (0.5.23 and older releases) by the reason why they have no effect here: *harmless* ones are accepted whatever
-their value, *refused* ones only where they are off, which is their default, None or a value of `also_off`."""
+their value, *refused* ones only where they are off, which is their default, None or a value of `also_off`. *calls*
+has the arguments of calls that are refused, unless they are None, False, 0 or a list of None."""
 
 import argparse
 import json
@@ -22,11 +23,10 @@ logger = logging.getLogger("fengine")
 _DATA = json.loads((Path(__file__).parent / "sglang_args.json").read_text("utf-8"))
 HARMLESS: Mapping[str, Mapping[str, Any]] = _DATA["harmless"]  # defaults by name, by reason
 REFUSED: Mapping[str, Mapping[str, Any]] = _DATA["refused"]
+CALLS: Mapping[str, list[str]] = _DATA["calls"]  # arguments of generate, encode and score that are not built, likewise
 ALSO_OFF: Mapping[str, list[Any]] = _DATA["also_off"]
 SERVERS = "an Engine opens no port, so nothing about servers applies"  # the reason of those for servers alone
-FOREIGN = {
-    name: default for groups in (HARMLESS, REFUSED) for group in groups.values() for name, default in group.items()
-}
+FOREIGN = {name: default for group in (*HARMLESS.values(), *REFUSED.values()) for name, default in group.items()}
 C = TypeVar("C")
 ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE3")  # of speculation
 FEW_BITS = {  # what is built, and other words for the same
@@ -80,12 +80,7 @@ def with_foreign_fields(cls: type[C]) -> type[C]:
 
 def refuse_foreign(values: Mapping[str, Any]) -> None:
     """Reports everything not built that is not off, all at once. Errors: UnsupportedFeatureError."""
-    bad = [
-        f"{name}={told(values[name])} ({reason})"
-        for reason, group in REFUSED.items()
-        for name, default in group.items()
-        if values[name] is not None and not any(_same(values[name], off) for off in (default, *ALSO_OFF.get(name, ())))
-    ]
+    bad = _given(REFUSED, values)
     if (algorithm := values["speculative_algorithm"]) is not None and algorithm.upper() not in ALGORITHMS:
         bad.append(f"speculative_algorithm={told(algorithm)} (of speculation {', '.join(ALGORITHMS)} are built)")
     for name, (built, aliases) in FEW_BITS.items():
@@ -97,16 +92,21 @@ def refuse_foreign(values: Mapping[str, Any]) -> None:
 
 def log_harmless(values: Mapping[str, Any]) -> None:
     """Logs, in one line at level info, the harmless settings that were given, and why they have no effect."""
-    given = [
-        f"{name}={told(values[name])} ({reason})"
-        for reason, group in HARMLESS.items()
-        for name, default in group.items()
-        if values[name] is not None and not _same(values[name], default)
-    ]
+    given = _given(HARMLESS, values)
     if values["grammar_backend"] in ("xgrammar", "outlines"):
         given.append(f"grammar_backend={values['grammar_backend']!r} (grammars are llguidance's)")
     if given:
         logger.info("accepted without effect: %s", "; ".join(given))
+
+
+def _given(groups: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> list[str]:
+    """Those of these settings that are not off, each with the reason that it stands under. Pure."""
+    return [
+        f"{name}={told(values[name])} ({reason})"
+        for reason, group in groups.items()
+        for name, default in group.items()
+        if values[name] is not None and not any(_same(values[name], off) for off in (default, *ALSO_OFF.get(name, ())))
+    ]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -147,10 +147,8 @@ GUESSING = ("speculative_num_steps", "speculative_num_draft_tokens")  # numbers 
 def draft_tokens(values: Mapping[str, Any]) -> int | None:
     """Errors: ConfigError where number of steps and of tokens contradict each other, or nothing guesses."""
     if values["speculative_algorithm"] is None and (given := [name for name in GUESSING if values[name] is not None]):
-        raise ConfigError(
-            f"{given[0]}={values[given[0]]} is given, but no speculative_algorithm, so nothing would be guessed: give "
-            f"one, or leave {given[0]} out"
-        )
+        why = f"{given[0]}={values[given[0]]} is given, but no speculative_algorithm, so nothing would be guessed"
+        raise ConfigError(f"{why}: give one, or leave {given[0]} out")
     steps, tokens = values["speculative_num_steps"], values["speculative_num_draft_tokens"]
     if steps is not None and tokens not in (None, steps + 1):
         raise ConfigError(

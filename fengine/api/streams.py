@@ -59,11 +59,9 @@ class OutputCollector:
         `brief`, too. Between the first and the last chunk of a request, none comes before the moment (perf_counter)
         that `pace` gave when the one before was read. Errors: as `submit`."""
         self.context, self.stream, self.single, self.loop = context, stream, single, loop
-        self.core, self.result = context.parts.core, result
+        self.core, self.result, args = context.parts.core, result, context.args
         self.brief = stream and deltas
-        self.incremental = (
-            self.brief or stream and (context.args.incremental_streaming_output or context.args.stream_output)
-        )
+        self.incremental = self.brief or stream and (args.incremental_streaming_output or args.stream_output)
         self.ready: Any = IndexQueue() if loop else self.core.system.queue()
         self.post, self.pace = loop and loop.call_soon_threadsafe, pace
         self.not_before = [0.0] * len(requests)

@@ -49,10 +49,8 @@ def update_weights_from_distributed(
 
 
 def update_weights_from_ipc(engine: HasContext, zmq_handles: Any, flush_cache: bool = True) -> UpdateResult:
-    raise UnsupportedFeatureError(
-        "update_weights_from_ipc is not built: its handles are pickles. Use update_weights_from_tensor or "
-        "update_weights_from_distributed."
-    )
+    others = "Use update_weights_from_tensor or update_weights_from_distributed."
+    raise UnsupportedFeatureError(f"update_weights_from_ipc is not built: its handles are pickles. {others}")
 
 
 def init_weights_update_group(

@@ -72,18 +72,13 @@ class Logic:
         if self._parts_disjoint(a, b, depth) or self._parts_disjoint(b, a, depth):
             return True
         kinds, mine, theirs = _kinds(a) & _kinds(b), _listed(a), _listed(b)
-        if not kinds or (
-            mine is not None and theirs is not None and not {*map(text_of, mine)} & {*map(text_of, theirs)}
-        ):
-            return True
-        return kinds == {"object"} and self._objects_disjoint(a, b, depth)
+        apart = mine is not None and theirs is not None and not {*map(text_of, mine)} & {*map(text_of, theirs)}
+        return apart or not kinds or kinds == {"object"} and self._objects_disjoint(a, b, depth)
 
     def _parts_disjoint(self, one: Node, other: Node, depth: int) -> bool:
         """Whether `other` excludes all options of `one`, or a schema that holds with it."""
-        return any(
-            key in one and enough(self.disjoint(part, other, depth + 1) for part in one[key])
-            for key, enough in (("anyOf", all), ("oneOf", all), ("allOf", any))
-        )
+        parts = [(enough, one[key]) for key, enough in (("anyOf", all), ("oneOf", all), ("allOf", any)) if key in one]
+        return any(enough(self.disjoint(part, other, depth + 1) for part in some) for enough, some in parts)
 
     def _objects_disjoint(self, a: Node, b: Node, depth: int) -> bool:
         """A property that both need has no common value, or one needs a property that the other bars."""
@@ -130,9 +125,9 @@ class Logic:
         around = self.resolved(among)
         known = around.get("properties", {}) if isinstance(around, dict) else {}
         each = {name: self.complement(inner, known.get(name, {}), depth + 1) for name, inner in properties.items()}
-        return (
-            None if None in each.values() else [having(name, o) for name, others in each.items() for o in others or ()]
-        )
+        if None in each.values():
+            return None
+        return [having(name, other) for name, others in each.items() for other in others or ()]
 
     def _recurs(self, at: str) -> bool:
         """Whether the references of the schema there lead back to it: what it says cannot be written out."""

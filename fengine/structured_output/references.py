@@ -37,9 +37,8 @@ def read(document: Node) -> Node:
         if target not in moved:
             found = _behind_unknown(document, nodes, target)
             if not isinstance(found, (dict, bool)):
-                raise GrammarError(
-                    f"json_schema: $ref {node['$ref']!r:.200} at {at:.200} leads to where no schema stands"
-                )
+                where = f"$ref {node['$ref']!r:.200} at {at:.200}"
+                raise GrammarError(f"json_schema: {where} leads to where no schema stands")
             name, definitions = target[2:], root.setdefault("$defs", {})
             while name in definitions:
                 name += "'"
@@ -101,9 +100,8 @@ def _can_end(node: Any, at: str, finite: set[str]) -> bool:
 def _needed(node: Node, at: str, kind: str) -> set[str]:
     """The schemas inside that every object, or array, of this schema has a value of. Pure."""
     if kind == "object":
-        return {
-            pointer(f"{at}/properties", name) for name in node.get("required", ()) if name in node.get("properties", {})
-        }
+        known = node.get("properties", {})
+        return {pointer(f"{at}/properties", name) for name in node.get("required", ()) if name in known}
     key, rest = ("items", "additionalItems") if isinstance(node.get("items"), list) else ("prefixItems", "items")
     least, first = node.get("minItems", 0), len(node.get(key, ()))
     needed = {f"{at}/{key}/{i}" for i in range(min(least, first))}

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from fengine.api import generate_checks, generate_input, types
+from fengine.api import generate_input, types
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = """
@@ -95,5 +95,5 @@ def test_options_of_a_call_are_those_that_it_has() -> None:
     """`CallOptions` is for type checkers what GenerateReqInput is at run time."""
     own = {name for name in get_type_hints(generate_input.GenerateReqInput)}
     assert get_type_hints(types.CallOptions).keys() == own - {
-        "text", "sampling_params", "input_ids", "stream", *generate_checks.NOT_BUILT,
+        "text", "sampling_params", "input_ids", "stream", *generate_input.NOT_BUILT,
     }  # fmt: skip
