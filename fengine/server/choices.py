@@ -80,7 +80,8 @@ class ChoiceWriter(Writer):
         text = json.dumps(self.around([]) if self._usage else {**self.head, "choices": []})
         before, _, behind = text.partition('"choices": []')
         self._before, self._behind = f'data: {before}"choices": [', f"]{behind}\n\n"
-        self._plain = not (self._continuous or self.given["return_token_ids"]) and self.given["logprobs"] is None
+        self.of_each = self.given["return_token_ids"] or self.given["logprobs"] is not None  # token, something is told
+        self._plain = not (self._continuous or self.of_each)
         self._frames: dict[int, list[str]] = {}  # of choices: an event of new text only, before that text and behind it
         self._drawn = [0] * (request.prompts * self.given["n"])  # tokens of each choice so far
 
@@ -217,8 +218,7 @@ class CompletionWriter(ChoiceWriter):
         if self._plain and index in self.begun and output["meta_info"]["finish_reason"] is None:
             return output["text"] or None
         choice = self._choice(index, output, whole=False)
-        asked = self.given["return_token_ids"] or self.given["logprobs"] is not None
-        return choice if choice["text"] or choice["finish_reason"] or asked else None
+        return choice if choice["text"] or choice["finish_reason"] or self.of_each else None
 
     def _choice(self, index: int, output: Output, whole: bool) -> dict[str, Any]:
         """What is new of one choice, its prompt included where that is asked for."""

@@ -4,30 +4,12 @@ network beside the server and runs no script, so that a server without a way out
 import json
 from functools import cache
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from fengine.server.endpoints import open_api
 
-HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>fengine: the server's paths</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<style>
-:root { color-scheme: light dark; --soft: light-dark(#5a5d66, #a2a6b1); --line: light-dark(#d8d8d2, #33353d);
-  --sunk: light-dark(#f0f0ed, #232429); --accent: light-dark(#2f54c8, #92a8ff); }
-body { margin: 0 auto; max-width: 960px; padding: 24px 20px 64px; overflow-wrap: anywhere;
-  font: 15px/1.5 ui-sans-serif, system-ui, sans-serif; background: light-dark(#fff, #131417);
-  color: light-dark(#1c1d21, #e9eaee); }
-h1 { font-size: 24px; margin: 0; } a { color: var(--accent); } p, .soft { color: var(--soft); }
-details { border-top: 1px solid var(--line); } summary { cursor: pointer; padding: 9px 0; }
-summary:focus-visible, a:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
-code { font: 0.92em ui-monospace, Menlo, Consolas, monospace; } summary code { font-weight: 650; }
-b { display: inline-block; min-width: 3.2em; font-size: 12px; color: var(--accent); }
-dl { margin: 0 0 16px; padding: 4px 14px; background: var(--sunk); border-radius: 8px; }
-dt { padding-top: 8px; } dd { margin: 0; padding-bottom: 8px; } dd + dt { border-top: 1px solid var(--line); }
-</style></head><body><main>
-"""
+HEAD = Path(__file__).with_suffix(".html").read_text("utf-8")  # up to where the paths begin
 
 
 @cache

@@ -55,8 +55,8 @@ def _chat(service: Service, body: Body) -> chat.ChatWriter:
 def _planned(service: Service, body: Body, writer: choices.ChoiceWriter, told: Writer | None = None) -> Plan:
     """`told`: what writes the answer, if it is none of choices."""
     request, told = writer.request, told or writer
-    rows, arguments = (request.prompts * request.given["n"], service.request_of(body, writer.arguments, writer))
-    return Plan(arguments, rows, told.whole, told, request.words)
+    arguments = service.request_of(body, writer.arguments, writer)
+    return Plan(arguments, request.prompts * request.given["n"], told.whole, told, request.words)
 
 
 def _chat_completions(service: Service, body: Body) -> Plan:
@@ -168,10 +168,6 @@ def _sleep(service: Service, body: Body) -> Any:
     return service.turn(service.engine.release_memory_occupation, [*_SLEEPS])
 
 
-def _stats(service: Service) -> dict[str, Any]:
-    return service.engine._parts.core.call("get_stats")
-
-
 def _count_tokens(service: Service, body: Body) -> Any:
     asked = openai_body.read_chat(messages.to_chat(body, counted=True), 1).chat_options
     return {"input_tokens": len(chat.chat_prompt(service.engine, asked, False)[0])}
@@ -268,8 +264,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
              query=True),
     Endpoint(("/wake_up",), "vLLM's: takes them again.", _TAGS, access=Access.ADMIN, query=True,
              call=lambda service, body: service.turn(service.engine.resume_memory_occupation, **take(body, _TAGS))),
-    Endpoint(("/is_sleeping",), "vLLM's: whether any is given back.",
-             call=lambda service, _: {"is_sleeping": not _SLEEPS.isdisjoint(_stats(service)["refusals"])}),
+    Endpoint(("/is_sleeping",), "vLLM's: whether any is given back.", call=lambda service, _: {
+        "is_sleeping": not _SLEEPS.isdisjoint(service.engine._parts.core.call("get_stats")["refusals"])}),
     _admin("load_lora_adapter", "Loads an adapter.", "lora_name", "lora_path", "pinned"),
     _admin("unload_lora_adapter", "Forgets an adapter.", "lora_name"),
     _vllms("load_lora_adapter", "The same; 404 where there is none.", "lora_name", "lora_path", "pinned"),

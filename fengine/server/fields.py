@@ -4,13 +4,13 @@ that is null is as good as absent, as in OpenAI's API. Values that the engine ch
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from fengine.core.parameter_kinds import OTHER_NAMES
 from fengine.core.sampling_params import GRAMMARS, PARAMETERS
-from fengine.server.errors import ApiError, invalid, unsupported
+from fengine.server.errors import ApiError, invalid, missing, unsupported
 
 
 class Field(NamedTuple):
@@ -59,6 +59,11 @@ def loose(doc: str, kind: Any = None) -> Field:
     return Field({"description": doc} | ({"type": kind} if kind else {}), None, False)
 
 
+def names(*known: str) -> Fields:
+    """What an object within a body may have; who reads it checks the values."""
+    return {name: loose("") for name in known}
+
+
 # -- fields that several bodies have -----------------------------------------------------------------------------------
 
 OWN_LIMIT = frozenset({"max_new_tokens", "stream_interval"})  # the first has defaults of its own, the second no field
@@ -96,9 +101,11 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # and ho
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def take(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str] | None = None) -> dict[str, Any]:
+def take(
+    body: Mapping[str, Any], known: Fields, refused: Mapping[str, str] | None = None, needed: Iterable[str] = ()
+) -> dict[str, Any]:
     """Each known field's value or default. Pure. Errors: ApiError for a value, for a field that is not known, or that
-    is `refused`, with the reason."""
+    is `refused`, with the reason, and for one that is `needed` and absent."""
     refused = refused or {}
     for name, value in body.items():
         if value is None or name in known or name in NO_EFFECT or value is False and name in refused:
@@ -107,7 +114,10 @@ def take(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str] | No
             raise unsupported(name, f"{name} is not built: {refused[name]}. Leave it out.")
         hint = _hint(name, known.keys() | refused.keys() | NO_EFFECT)
         raise ApiError(400, f"unknown field {name!r:.80}.{hint}", name[:80], "unknown_parameter")
-    return {n: field.default if body.get(n) is None else _value(n, field, body[n]) for n, field in known.items()}
+    given = {n: field.default if body.get(n) is None else _value(n, field, body[n]) for n, field in known.items()}
+    if absent := next((name for name in needed if given[name] is None), None):
+        raise missing(absent)
+    return given
 
 
 def only(value: Mapping[str, Any], known: Collection[str], where: str, name: str) -> None:

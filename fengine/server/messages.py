@@ -8,8 +8,8 @@ from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
 from fengine.server.answers import event, new_id
 from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
-from fengine.server.errors import ApiError, invalid, missing, unsupported
-from fengine.server.fields import CALL, MODEL, Fields, array, flag, loose, one_of, only, record, take
+from fengine.server.errors import ApiError, invalid, unsupported
+from fengine.server.fields import CALL, MODEL, Fields, array, flag, loose, names, one_of, only, record, take
 
 FIELDS: Fields = {
     **MODEL,
@@ -33,10 +33,7 @@ FIELDS: Fields = {
 }
 COUNTED: Fields = {name: FIELDS[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking",
                                                    "output_config", "chat_template_kwargs")}  # fmt: skip
-TOOL: Fields = {
-    **{name: loose("") for name in ("type", "name", "description", "input_schema", "strict")},
-    **{name: loose("Accepted.") for name in ("cache_control", "eager_input_streaming")},
-}
+TOOL = names("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 OF_ANY = ("type", "cache_control")  # of blocks; prefixes are shared anyway
 BLOCKS = {"text": ("text",), "thinking": ("thinking", "signature"), "redacted_thinking": ("data",),
           "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id", "id", "content", "is_error")}  # fmt: skip
@@ -53,10 +50,8 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def to_chat(body: Mapping[str, Any], counted: bool = False) -> dict[str, Any]:
     """The body of a chat that asks the same; `counted`: only its prompt. Pure. Errors: ApiError."""
-    given: dict[str, Any] = dict.fromkeys(FIELDS) | take(body, COUNTED if counted else FIELDS, REFUSED)
-    for name in ("messages", *(() if counted else ("max_tokens",))):
-        if given[name] is None:
-            raise missing(name)
+    known, needed = (COUNTED, ("messages",)) if counted else (FIELDS, ("messages", "max_tokens"))
+    given: dict[str, Any] = dict.fromkeys(FIELDS) | take(body, known, REFUSED, needed)
     messages = [] if given["system"] is None else [{"role": "system", "content": _texts(given["system"], "system")}]
     for i, message in enumerate(given["messages"]):
         messages += _message(message, f"messages[{i}]")
@@ -87,7 +82,7 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     """`tool_choice` and `parallel_tool_calls` of a chat. Errors: ApiError."""
     if choice is None:
         return {}
-    take(choice, {name: loose("") for name in ("type", "name", "disable_parallel_tool_use")})
+    take(choice, names("type", "name", "disable_parallel_tool_use"))
     kind = choice.get("type")
     if kind == "tool":
         chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
@@ -102,7 +97,7 @@ def _thinking(thinking: dict[str, Any] | None, values: Any) -> dict[str, Any]:
     """The template's switches. Errors: ApiError."""
     if thinking is None:
         return {}
-    kind = take(thinking, {name: loose("") for name in ("type", "budget_tokens", "display")})["type"]
+    kind = take(thinking, names("type", "budget_tokens", "display"))["type"]
     if kind not in ("enabled", "adaptive", "disabled"):
         raise invalid("thinking", f"thinking must have the type enabled, adaptive or disabled, got {kind!r:.80}.")
     most = thinking.get("budget_tokens")
@@ -114,8 +109,8 @@ def _thinking(thinking: dict[str, Any] | None, values: Any) -> dict[str, Any]:
 
 def _output(config: dict[str, Any] | None) -> dict[str, Any]:
     """The grammar and the effort of a chat. Errors: ApiError."""
-    given = take(config or {}, {"format": record(""), "effort": loose("")})
-    form = take(given["format"] or {}, {"type": one_of("", "json_schema"), "schema": loose("")})
+    given = take(config or {}, {"format": record(""), **names("effort")})
+    form = take(given["format"] or {}, {"type": one_of("", "json_schema"), **names("schema")})
     schema = given["format"] and {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
     return {"response_format": schema, "reasoning_effort": given["effort"]}
 

@@ -11,9 +11,8 @@ from fengine.api.outputs import Output
 from fengine.api.score import ScoreReqInput, Scoring
 from fengine.server import heads
 from fengine.server.answers import Plan, new_id
-from fengine.server.errors import ApiError, invalid, missing, unsupported
+from fengine.server.errors import ApiError, invalid, unsupported
 from fengine.server.fields import MODEL, Field, Fields, flag, loose, take, typed, whole
-from fengine.server.openai_body import Truncation
 from fengine.server.pooled import CUT, complete, cut_of, ids_of, list_head, usage
 
 PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))  # vLLM's words
@@ -90,7 +89,8 @@ def _scored(
     of a cross-encoder, cosines of an embedding model. Errors: ApiError; those of the tokenizer."""
     cut, count, wanted = cut_of(given, engine), len(first), heads.wanted(given, activated)
     if engine._parts.spec.num_labels is not None or not activated:  # SGLang's rerank takes no embedding model
-        ids = _pair_ids(engine, list(zip(first, second, strict=True)), cut)
+        most, side = (cut.tokens, cut.side) if cut else (None, None)
+        ids = pair_ids(engine._context, list(zip(first, second, strict=True)), most, side)
         score = heads.of_scores(hf_config(engine._parts), pooling_of(engine._context).activation, wanted)
         return (
             EncodeReqInput(ids),
@@ -105,10 +105,6 @@ def _scored(
         return [heads.cosine(a, b) for a, b in zip(vectors[:count], vectors[count:], strict=True)]
 
     return EncodeReqInput(ids_of(texts, engine, True, cut) if cut else texts), 2 * count, cosines
-
-
-def _pair_ids(engine: Engine, pairs: list[Any], cut: Truncation | None) -> list[list[int]]:
-    return pair_ids(engine._context, pairs, cut.tokens, cut.side) if cut else pair_ids(engine._context, pairs)
 
 
 def _texts(given: Mapping[str, Any], name: str) -> list[str]:
@@ -138,10 +134,7 @@ def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> P
     """Documents, the best first: [{"score", "document", "index"}] as SGLang's with the scores of `Engine.rerank`, or
     `jina`'s {"results": [{"index", "document", "relevance_score"}]} with scores between 0 and 1, or as the checkpoint
     says, as vLLM's; of an embedding model cosines. Errors: ApiError; those of Engine.rerank."""
-    given = take(body, RERANK)
-    for name in ("query", "documents"):
-        if given[name] is None:
-            raise missing(name)
+    given = take(body, RERANK, needed=("query", "documents"))
     documents, shows = _texts(given, "documents"), given["return_documents"]
     read = _shortened(documents, given["max_tokens_per_doc"], engine) if given["max_tokens_per_doc"] else documents
     request, rows, scored = _scored(engine, [given["query"]] * len(read), read, given, jina)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from fengine.api.io_struct import Function, Tool
 from fengine.errors import UnsupportedFeatureError
 from fengine.server.chat_body import tools_of
-from fengine.server.errors import missing
 from fengine.server.fields import Fields, array, take, text
 from fengine.server.output_parser import Delta, OutputParser
 from fengine.server.tool_calls import FORMATS
@@ -108,7 +107,7 @@ class FunctionCallParser:
 def parse_function_call(body: Mapping[str, Any]) -> dict[str, Any]:
     """{"normal_text", "calls": [{"tool_index", "name", "parameters"}]} of a whole answer. Pure. Errors: ApiError,
     UnsupportedFeatureError."""
-    given = _all_of(body, CALLS)
+    given = take(body, CALLS, needed=CALLS)
     functions = [tool["function"] for tool in tools_of(given["tools"], "tools")]
     tools = [Tool(Function(one["name"], parameters=one.get("parameters"))) for one in functions]
     rest, calls = FunctionCallParser(tools, given["tool_call_parser"]).parse_non_stream(given["text"])
@@ -117,15 +116,6 @@ def parse_function_call(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def separate_reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
     """{"reasoning_text", "text"} of a whole answer. Pure. Errors: ApiError, UnsupportedFeatureError."""
-    given = _all_of(body, THOUGHTS)
+    given = take(body, THOUGHTS, needed=THOUGHTS)
     thoughts, rest = ReasoningParser(given["reasoning_parser"]).parse_non_stream(given["text"])
     return {"reasoning_text": thoughts, "text": rest}
-
-
-def _all_of(body: Mapping[str, Any], known: Fields) -> dict[str, Any]:
-    """Errors: ApiError."""
-    given = take(body, known)
-    for name in known:
-        if given[name] is None:
-            raise missing(name)
-    return given

@@ -19,6 +19,7 @@ from fengine.server.fields import (
     array,
     flag,
     loose,
+    names,
     one_of,
     only,
     record,
@@ -70,29 +71,25 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a chat that asks the same. Pure. Errors: ApiError."""
     given = take(body, FIELDS, REFUSED)
     take(given["stream_options"] or {}, {"include_obfuscation": flag("")})
-    effort = take(given["reasoning"] or {}, {"effort": loose(""), "summary": loose(""), "generate_summary": loose("")})
+    effort = take(given["reasoning"] or {}, names("effort", "summary", "generate_summary"))
     if given["input"] is None:
         raise missing("input")
     logprobs = _wants_logprobs(given["include"] or ())
     first = [{"role": "system", "content": given["instructions"]}] if given["instructions"] else []
+    if isinstance(choice := given["tool_choice"], dict) and "name" in choice:
+        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
     chat = {name: given[name] for name in (*AS_IN_CHATS, *(name for name in sampling_fields() if name != "n"))}
     chat |= {
         "messages": first + _messages(given["input"]),
         "max_completion_tokens": given["max_output_tokens"],
         "tools": given["tools"] and [_tool(tool, i) for i, tool in enumerate(given["tools"])],
-        "tool_choice": _choice(given["tool_choice"]),
+        "tool_choice": choice,
         "response_format": _format(given["text"]),
         "reasoning_effort": effort["effort"],
         "logprobs": logprobs,
         "top_logprobs": given["top_logprobs"] if logprobs else None,
     }
     return {name: value for name, value in chat.items() if value is not None}
-
-
-def _choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and "name" in choice:
-        return {"type": choice.get("type"), "function": {"name": choice["name"]}}
-    return choice
 
 
 def _wants_logprobs(include: Sequence[Any]) -> bool:

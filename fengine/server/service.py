@@ -87,9 +87,8 @@ class Service:
 
     async def begin(self, plan: Callable[["Service", Body], Plan], body: Body, words: Words) -> Call:
         """A body of what `plan` reads, checked and queued; `end` its call. Errors: ApiError."""
-        if self._is_short(body):
-            return self._begin(plan, body, words, asyncio.get_running_loop())
-        return await self._in_thread(partial(self._begin, plan, body, words, asyncio.get_running_loop()), self.end)
+        begin = partial(self._begin, plan, body, words, asyncio.get_running_loop())
+        return begin() if self._is_short(body) else await self._in_thread(begin, self.end)
 
     def _is_short(self, body: Body) -> bool:
         """Whether one short prompt is all that is to be read: no template, grammar, pattern, image or adapter. Pure."""

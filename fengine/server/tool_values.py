@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from fengine.core.json_text import refuse_constant
+from fengine.structured_output.references import look_up
 
 _NAMES = {"true": True, "false": False, "null": None}
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -73,7 +74,7 @@ def _kinds(schema: Any, root: Any) -> set[str]:
             left += [inner for name in _INNER if isinstance(one.get(name), list) for inner in one[name]]
             if isinstance(to := one.get("$ref"), str) and to not in seen:
                 seen.add(to)
-                left.append(_pointed(root, to))
+                left.append(look_up(root, to) if to.startswith("#") else None)
     return found | ({"integer"} if "number" in found else set())
 
 
@@ -84,12 +85,3 @@ def _own_kinds(schema: dict[str, Any]) -> set[str]:
         return found
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return {_kind(value) for value in values}
-
-
-def _pointed(root: Any, to: str) -> Any:
-    """What a reference such as #/$defs/Size points to; None: nothing within `root`. Pure."""
-    if not to.startswith("#"):
-        return None
-    for name in to.split("/")[1:]:
-        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
-    return root

@@ -126,6 +126,7 @@ PLAIN, OR_NULL = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "nu
         ({"type": ["string", "number"]}, "3", 3),
         ({"anyOf": [{"$ref": "#/$defs/code"}, {"type": "null"}]}, "12345", "12345"),
         ({"allOf": [{"$ref": "#/$defs/code"}]}, "12345", "12345"),
+        ({"$ref": "#/$defs/pair/prefixItems/1"}, "12345", "12345"),
         ({"oneOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/none"}, {"$ref": "other.json"}]}, "3", 3),
         ({"anyOf": 5}, "12345", 12345),
         ({"type": "boolean"}, "True", True),
@@ -143,7 +144,8 @@ def test_a_written_argument_has_the_type_that_the_schema_tells(name: str, schema
     call, argument = WRITTEN[name]
     written = call.format(argument.format("n", "7") + argument.format("x", text))
     properties = {"n": {"type": "integer"}} | ({} if schema is None else {"x": schema})
-    definitions = {"code": {"enum": ["12345", "6"]}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}
+    definitions = {"code": {"enum": ["12345", "6"]}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]},
+                   "pair": {"prefixItems": [{}, {"type": "string"}]}}  # fmt: skip
     parameters = {"type": "object", "properties": properties, "$defs": definitions}
     functions = [{"name": "other"}, {"name": "write", "parameters": parameters}]
     for pieces in ([written], list(written)):
