@@ -52,14 +52,17 @@ class FloatList(np.ndarray):
         return len(self) > 0
 
     def __contains__(self, value: object) -> bool:
-        return value in self.tolist()
+        return any(value == item for item in self)
 
     def index(self, value: Any) -> int:
-        """Errors: ValueError where there is none."""
-        return self.tolist().index(value)
+        """Errors: ValueError where there is none, as a list's."""
+        for i, item in enumerate(self):
+            if value == item:
+                return i
+        raise ValueError(f"{value!r} is not in the list")
 
     def count(self, value: Any) -> int:
-        return self.tolist().count(value)
+        return sum(value == item for item in self)
 
 
 def hidden_of(state: RequestState, count: int) -> Any:
