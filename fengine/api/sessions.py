@@ -238,7 +238,11 @@ class Sessions:
                     raise SessionError(f"session {name} changed while a turn was added to it; try again.")
             gone = [turn for new in turns for turn in new.replaced]
             for turn in gone:
-                self._take_out(turn)
+                session = self._sessions[turn.session_id]
+                if session.turns.get(turn.rid) is turn:
+                    del session.turns[turn.rid]
+                    if turn.parent is not None:
+                        turn.parent.children.remove(turn)
             for turn in turns:
                 session = self._sessions[turn.session_id]
                 session.turns[turn.rid] = turn
@@ -248,13 +252,6 @@ class Sessions:
                 turn.replaced = ()
         if states := [turn.state for turn in gone if turn.state is not None]:
             self._abort(states)
-
-    def _take_out(self, turn: Turn) -> None:
-        session = self._sessions[turn.session_id]
-        if session.turns.get(turn.rid) is turn:
-            del session.turns[turn.rid]
-            if turn.parent is not None:
-                turn.parent.children.remove(turn)
 
     def _find(self, session_id: Any) -> _Session:
         self._expire()

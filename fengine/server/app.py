@@ -68,8 +68,11 @@ class App:
         request = Request(scope, receive)
         try:
             response = await self._page(path_of(scope), scope["method"])(request)
+        except (ClientDisconnect, ClientGone):
+            response = Response(status_code=CLOSED_BY_CLIENT)
         except Exception as error:
-            response = _refuse(request, error)
+            told = api_error_of(error)
+            response = JSONResponse(told.body_at(path_of(scope)), told.status, headers=dict(told.headers))
         await response(scope, receive, send)
 
     def _page(self, path: str, method: str) -> Page:
@@ -178,13 +181,6 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for piece, more in self.events:  # the last one with the end of the answer: one write for both
             await send({"type": "http.response.body", "body": piece, "more_body": more})
-
-
-def _refuse(request: Request, error: Exception) -> Response:
-    if isinstance(error, (ClientDisconnect, ClientGone)):
-        return Response(status_code=CLOSED_BY_CLIENT)
-    refusal = api_error_of(error)
-    return JSONResponse(refusal.body_at(path_of(request.scope)), refusal.status, headers=dict(refusal.headers))
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------

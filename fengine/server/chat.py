@@ -26,9 +26,7 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     """Errors: those of `Engine.chat_ids`; ApiError."""
     tokenizer, chat, context = engine.tokenizer, request.chat_options, engine._parts.context_length
     sampling = request.arguments["sampling_params"]
-    if type(most := sampling["max_new_tokens"]) is int and most > context:
-        said = f"max_completion_tokens is too large: {most}. This model supports at most {context} completion tokens."
-        raise invalid(request.words["max_new_tokens"], said)
+    _check_length(request, context)
     ids, images = chat_prompt(engine, chat, request.given["add_special_tokens"])
     ids = request.given["truncation"].cut(ids, context, images) if request.given["truncation"] else ids
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
@@ -52,6 +50,12 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     if not constrained:  # a grammar leaves no thought
         writer.limit = thought_limit(request.given["thinking_token_budget"], writer.thoughts)
     return writer
+
+
+def _check_length(request: OpenAIRequest, context: int) -> None:
+    if type(most := request.arguments["sampling_params"]["max_new_tokens"]) is int and most > context:
+        said = f"max_completion_tokens is too large: {most}. This model supports at most {context} completion tokens."
+        raise invalid(request.words["max_new_tokens"], said)
 
 
 def _held(chat: ChatOptions, facts: TemplateFacts, form: Format | None, constrained: bool) -> dict[str, Any]:

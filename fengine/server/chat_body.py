@@ -57,10 +57,10 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
     """`given`: the fields of CHAT, taken. Pure. Errors: ApiError."""
     if given["messages"] is None:
         raise missing("messages")
-    if "tools" in (given["chat_template_kwargs"] or {}):
-        raise invalid(
-            "chat_template_kwargs", "chat_template_kwargs may not hold 'tools', which has a field of its own."
-        )
+    values = given["chat_template_kwargs"] or {}
+    if "tools" in values:
+        said = "chat_template_kwargs may not hold 'tools', which has a field of its own."
+        raise invalid("chat_template_kwargs", said)
     legacy = any(given[name] is not None for name in ("functions", "function_call"))
     tools = _tools(given, legacy)
     functions = tuple(tool["function"] for tool in tools)
@@ -69,7 +69,7 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
     return ChatOptions(
         messages=messages, tools=tools if shown else None, callable=functions if shown else (), forced=forced,
         parallel=given["parallel_tool_calls"] and not legacy and not isinstance(choice, dict), legacy=legacy,
-        template_values=given["chat_template_kwargs"] or {}, reasoning_effort=given["reasoning_effort"],
+        template_values=values, reasoning_effort=given["reasoning_effort"],
         add_generation_prompt=given["add_generation_prompt"] is not False and not given["continue_final_message"],
         continue_final=_continued(given, messages),
         separate_reasoning=given["separate_reasoning"] and given["include_reasoning"],

@@ -80,9 +80,8 @@ def _refusal(error: Exception, message: str, body: Mapping[str, Any]) -> ApiErro
     """What the caller can mend, with the field that it lies in. Pure."""
     if isinstance(error, errors.ContextLengthError):
         param = next((name for name in ("messages", "prompt", "input") if name in body), None)
-        return ApiError(
-            400, f"{message} Please reduce the length of the input prompt.", param, "context_length_exceeded"
-        )
+        said = f"{message} Please reduce the length of the input prompt."
+        return ApiError(400, said, param, "context_length_exceeded")
     if isinstance(error, errors.GrammarError):
         return ApiError(400, message, next((name for name in GRAMMARS if body.get(name)), None), "invalid_value")
     code = "unsupported_feature" if isinstance(error, errors.UnsupportedFeatureError) else "invalid_value"

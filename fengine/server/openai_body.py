@@ -1,6 +1,6 @@
 """The one reader of OpenAI's bodies, for the server and for batch files: fields to the engine's words. No torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,10 +126,7 @@ def read_chat(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     return OpenAIRequest(given, arguments, fields.WORDS | fields.salt_word(body) | words, chat=chat)
 
 
-READERS: dict[str, Callable[[Mapping[str, Any], int], OpenAIRequest]] = {
-    "/v1/completions": read_completion,
-    "/v1/chat/completions": read_chat,
-}
+READERS = {"/v1/completions": read_completion, "/v1/chat/completions": read_chat}
 
 
 def read_body(url: Any, body: Any, max_samples: int) -> OpenAIRequest:

@@ -92,11 +92,7 @@ def _scored(
         most, side = (cut.tokens, cut.side) if cut else (None, None)
         ids = pair_ids(engine._context, list(zip(first, second, strict=True)), most, side)
         score = heads.of_scores(hf_config(engine._parts), pooling_of(engine._context).activation, wanted)
-        return (
-            EncodeReqInput(ids),
-            count,
-            lambda outputs: [_label(one["embedding"], score) for one in complete(outputs)],
-        )
+        return EncodeReqInput(ids), count, lambda told: [_label(one["embedding"], score) for one in complete(told)]
     for i, text in enumerate(texts := first + second):
         engine.tokenizer.check_text(text, f"prompt[{i % count}][{i // count}]")
 

@@ -132,9 +132,8 @@ def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
                          "num_classes": len(found)})  # fmt: skip
         return {**list_head("classify-", model), "data": data, "usage": usage(outputs)}
 
-    return Plan(
-        EncodeReqInput(prompts, images), max(count, 1), answer, words=WORDS if given["messages"] is None else {}
-    )
+    words = WORDS if given["messages"] is None else {}
+    return Plan(EncodeReqInput(prompts, images), max(count, 1), answer, words=words)
 
 
 def pooling(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:

@@ -7,32 +7,17 @@ from typing import Any
 
 from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
+from fengine.server import fields
 from fengine.server.answers import event, finish_reason, new_id
 from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
 from fengine.server.chat_body import CHAT
 from fengine.server.errors import ApiError, invalid, missing, unsupported
-from fengine.server.fields import (
-    CALL,
-    GRAMMAR_FIELDS,
-    MODEL,
-    Fields,
-    array,
-    flag,
-    loose,
-    names,
-    one_of,
-    only,
-    record,
-    sampling_fields,
-    take,
-    text,
-    whole,
-)
+from fengine.server.fields import Fields, array, flag, loose, names, one_of, only, record, take, text, whole
 
 AS_IN_CHATS = ("model", "stream", "parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "lora_path", "rid",
                "request_id", "cache_salt", "priority", "structured_outputs")  # fmt: skip
 FIELDS: Fields = {
-    **MODEL,
+    **fields.MODEL,
     "input": loose("A text, or a list of messages, calls and their results."),
     "instructions": text("A first message of the system."),
     "max_output_tokens": loose("Most tokens to draw.", "integer"),
@@ -45,9 +30,9 @@ FIELDS: Fields = {
     "top_logprobs": whole("Likeliest tokens at each position.", 0, 20),
     "truncation": one_of("disabled: an input that is too long is refused.", "disabled", default="disabled"),
     "chat_template_kwargs": loose("Variables of the chat template.", "object"),
-    **{name: CALL[name] for name in ("lora_path", "rid", "request_id", "cache_salt", "priority")},
-    "structured_outputs": GRAMMAR_FIELDS["structured_outputs"],
-    **{name: field for name, field in sampling_fields().items() if name not in ("n", "stop")},
+    **{name: fields.CALL[name] for name in ("lora_path", "rid", "request_id", "cache_salt", "priority")},
+    "structured_outputs": fields.GRAMMAR_FIELDS["structured_outputs"],
+    **{name: field for name, field in fields.sampling_fields().items() if name not in ("n", "stop")},
     "stop": loose("Texts that end the output."),
 }
 REFUSED = {
@@ -76,20 +61,24 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         raise missing("input")
     logprobs = _wants_logprobs(given["include"] or ())
     first = [{"role": "system", "content": given["instructions"]}] if given["instructions"] else []
-    if isinstance(choice := given["tool_choice"], dict) and "name" in choice:
-        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
-    chat = {name: given[name] for name in (*AS_IN_CHATS, *(name for name in sampling_fields() if name != "n"))}
+    chat = {name: given[name] for name in (*AS_IN_CHATS, *(name for name in fields.sampling_fields() if name != "n"))}
     chat |= {
         "messages": first + _messages(given["input"]),
         "max_completion_tokens": given["max_output_tokens"],
         "tools": given["tools"] and [_tool(tool, i) for i, tool in enumerate(given["tools"])],
-        "tool_choice": choice,
+        "tool_choice": _choice(given["tool_choice"]),
         "response_format": _format(given["text"]),
         "reasoning_effort": effort["effort"],
         "logprobs": logprobs,
         "top_logprobs": given["top_logprobs"] if logprobs else None,
     }
     return {name: value for name, value in chat.items() if value is not None}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and "name" in choice:
+        return {"type": choice.get("type"), "function": {"name": choice["name"]}}
+    return choice
 
 
 def _wants_logprobs(include: Sequence[Any]) -> bool:
