@@ -33,6 +33,8 @@ from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.speculation import Speculation, drafting_of, pays, schedule_drafts, take_drafts
 from fengine.errors import InvalidRequestError, InvariantError
 
+_arrival, _length = attrgetter("arrival"), attrgetter("num_computed")
+
 
 class Scheduler:
     """Modifies: itself, its requests, `pool` and `cache`. Deterministic; for one thread."""
@@ -96,7 +98,7 @@ class Scheduler:
         """Sends what runs back to the queue, in its order, to be computed again from its tokens. Returns how many. A
         change of the weights asks for that: the KV belongs to the old ones. Errors: InvariantError if a step is in
         flight."""
-        running = sorted(self._rows.prompting + self._rows.decoding, key=attrgetter("arrival"))
+        running = sorted(self._rows.prompting + self._rows.decoding, key=_arrival)
         if self._in_flight:
             raise InvariantError("requests were retracted while a step was in flight")
         for request in reversed(running):  # the latest first: each one goes to the queue's front
@@ -147,8 +149,11 @@ class Scheduler:
     def _schedule_decoding(self, output: SchedulerOutput) -> int:
         """One token for each decoding row. The hot loop: as little per row as can be. Returns the tokens of the budget.
         They always fit: a row begins to decode with a chunk for which the budget had room beside all rows that decode,
-        lockstep rows that sit out included."""
-        requests, page_size = self._rows.decoding.copy(), self._rows.page_size
+        lockstep rows that sit out included.
+
+        The longest come first: a device attends to rows in their order, and long ones at the end would leave it idle
+        around them. As all grow alike, the order stays from step to step."""
+        requests, page_size = sorted(self._rows.decoding, key=_length, reverse=True), self._rows.page_size
         reserved = len(requests)
         if self._rows.num_lockstep:
             requests = [request for request in requests if not request.num_pending or not is_lockstep(request)]
@@ -166,6 +171,7 @@ class Scheduler:
                 last.append(request)
         count = len(starts)
         output.requests, output.starts, output.counts, output.samples = requests, starts, [1] * count, [True] * count
+        unpaged.sort(key=_arrival)
         for request in unpaged:
             if request.row is not None and self._make_room(output, request, 1):
                 self._rows.grow(request, request.num_computed)

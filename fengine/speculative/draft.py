@@ -179,7 +179,7 @@ class DraftModel:
             self.chained = Chained([(ask, ask.drafting.memo, True) for ask in asks], lambda: ahead.guesses()[taken])
             return [list(ask.drafting.memo.guesses) for ask in asks]
         rows, chunks, left = [], [], CATCH_UP
-        for ask in asks:
+        for ask in reversed(asks):  # the shortest first: so most begin soonest
             unseen = ask.request.token_ids[ask.drafting.memo.done + self.head.behind :][:left]
             left -= len(unseen)
             if unseen:
