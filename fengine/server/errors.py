@@ -97,6 +97,14 @@ def _blamed(message: str, body: Mapping[str, Any]) -> str | None:
     return next((word for word in (*told, *found) if word not in ("model", "n", "stream")), None)
 
 
+def tokenizer_of(engine: Any) -> Any:
+    """Errors: ApiError, where the engine has none."""
+    if engine._parts.tokenizer is None:
+        told = "this server has no tokenizer (skip_tokenizer_init): only /generate and /encode with input_ids are."
+        raise ApiError(400, told, code="unsupported_feature")
+    return engine._parts.tokenizer
+
+
 def missing(name: str) -> ApiError:
     return ApiError(400, f"{name} is missing.", name, "missing_required_parameter")
 

@@ -16,7 +16,7 @@ from fengine.server import heads
 from fengine.server.answers import Plan, counted, new_id
 from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options, refuse_chat
-from fengine.server.errors import ApiError, invalid, unsupported
+from fengine.server.errors import ApiError, invalid, tokenizer_of, unsupported
 from fengine.server.fields import MODEL, Fields, loose, one_of, take, typed
 from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, Truncation, prompt_ids, texts_or_ids
 
@@ -89,10 +89,10 @@ def cut_of(given: Mapping[str, Any], engine: Engine) -> Truncation | None:
 def ids_of(texts: list[str], engine: Engine, add_special: bool, cut: Truncation | None) -> list[list[int]]:
     """Of texts that are cut, with the special tokens that the tokenizer adds left whole, as transformers does. Errors:
     InvalidRequestError and its kinds."""
-    pooling = pooling_of(engine._context)
+    pooling, tokenizer = pooling_of(engine._context), tokenizer_of(engine)
     limits = [most for most in (longest_text(engine._context), cut and cut.tokens) if most is not None]
     how: Any = {"max_length": min(limits, default=None), "side": cut and cut.side, "add_special_tokens": add_special}
-    return [engine.tokenizer.encode(text, **how) for text in pooling.dressed(texts)]
+    return [tokenizer.encode(text, **how) for text in pooling.dressed(texts)]
 
 
 def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:

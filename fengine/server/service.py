@@ -27,7 +27,7 @@ from fengine.server.answers import Plan
 from fengine.server.choices import ChoiceWriter
 from fengine.server.config import ServerConfig
 from fengine.server.draw_limits import DrawLimits, also_barring
-from fengine.server.errors import ApiError, api_error_of, invalid, unsupported
+from fengine.server.errors import ApiError, api_error_of, invalid, tokenizer_of, unsupported
 from fengine.server.metrics import Meter
 from fengine.server.template_facts import template_facts
 from fengine.tokenizer.tokenizer import Tokenizer
@@ -78,10 +78,7 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer:
         """Errors: ApiError, where the engine has none."""
-        if self.engine._parts.tokenizer is None:
-            told = "this server has no tokenizer (skip_tokenizer_init): only /generate and /encode with input_ids are."
-            raise ApiError(400, told, code="unsupported_feature")
-        return self.engine._parts.tokenizer
+        return tokenizer_of(self.engine)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

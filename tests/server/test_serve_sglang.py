@@ -66,8 +66,21 @@ def test_without_a_tokenizer_there_are_ids() -> None:
         assert server.ask("GET", "/health_generate").status == server.ask("GET", "/v1/models").status == 200
         for path, body in (("/v1/completions", {"prompt": [5]}), ("/v1/chat/completions", {"messages": CHAT}),
                            ("/generate", {"text": "a"}), ("/tokenize", {"prompt": "a"}),
+                           ("/v1/score", {"text_1": "a", "text_2": "b"}),
                            ("/detokenize", {"tokens": [5]}),
                            ("/generate", {"input_ids": [5], "return_text_in_logprobs": True})):  # fmt: skip
+            answer = server.ask("POST", path, body)
+            assert answer.status == 400 and "tokenizer" in answer.json["message"], (path, answer.body)
+        until(server.quiet)
+    with (
+        Engine(model_path="box", skip_tokenizer_init=True, enable_torch_compile=False, is_embedding=True) as engine,
+        live(engine) as server,
+    ):
+        assert post(server, "/v1/embeddings", {"input": [5, 6]})["usage"]["prompt_tokens"] == 2
+        cut = {"truncate_prompt_tokens": 1}
+        ranked = {"query": "a", "documents": ["b"]}
+        for path, body in (("/v1/embeddings", {"input": "a", **cut}), ("/v1/score", {"text_1": "a", "text_2": "b"}),
+                           ("/rerank", ranked), ("/rerank", {**ranked, "max_tokens_per_doc": 1})):  # fmt: skip
             answer = server.ask("POST", path, body)
             assert answer.status == 400 and "tokenizer" in answer.json["message"], (path, answer.body)
         until(server.quiet)
