@@ -50,7 +50,7 @@ def apply_chat_template(
     """A chat as the text that the model sees, or with `tokenize` as its ids. Errors: as `chat`."""
     tokenizer, values = _template(engine._context, tools, chat_template_kwargs)
     render = tokenizer.encode_chat if tokenize else tokenizer.apply_chat_template
-    return render(messages, add_generation_prompt=add_generation_prompt, **values)
+    return render(plain(messages), add_generation_prompt=add_generation_prompt, **values)
 
 
 def chat_ids(

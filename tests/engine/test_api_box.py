@@ -365,6 +365,7 @@ def test_chats_of_classes_of_ones_own(llm: sgl.Engine) -> None:
     for content in (Unread([part]), [Shut(part)]):
         chat: Any = [{"role": "user", "content": content}]
         assert llm.chat_ids(chat) == llm.chat_ids([{"role": "user", "content": [part]}])
+        assert llm.apply_chat_template(chat) == llm.apply_chat_template([{"role": "user", "content": [part]}])
         assert llm.chat_ids(Unread([chat, chat])) == [llm.chat_ids(chat)] * 2
     tiny = "data:image/png;base64,AAAA"
     for content in (
