@@ -47,10 +47,9 @@ def check_rows(rows: Rows) -> None:
         raise InvariantError(f"row slots are taken twice or lost: {slots}")
     for request in running:
         check_running(rows, request)
-    for ordered in (rows.prompting, rows.decoding):
-        arrivals = [request.arrival for request in ordered]
-        if arrivals != sorted(set(arrivals)):
-            raise InvariantError("running requests are out of order")
+    arrivals = [request.arrival for request in rows.prompting]
+    if arrivals != sorted(arrivals):
+        raise InvariantError("running prompts are out of order")
     check_slots(rows.adapters, [(request.adapter_slot, request.adapter) for request in running])
     seen = None if rows.cache is None else look(rows.cache)
     check_pool(rows.pool, [request.pages for request in running], () if seen is None else seen.pages)

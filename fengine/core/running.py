@@ -4,8 +4,11 @@
     decoding    one token is to be computed, the one drawn last (which may still be pending)
     draining    everything asked for is planned; ends at the next update
 
-The first two are in order of arrival. A row has exactly the pages for its `num_computed` tokens, no more: so a decoding
-row needs a page when `num_computed % page_size == 0`. Drafts in flight have pages besides, until their step is read."""
+The first are in order of arrival. The second begin with the longest: a device attends to rows in their order, and long
+ones at the end would leave it idle around them. As all grow alike, the order stays from step to step.
+
+A row has exactly the pages for its `num_computed` tokens, no more: so a decoding row needs a page when
+`num_computed % page_size == 0`. Drafts in flight have pages besides, until their step is read."""
 
 from bisect import bisect_left, insort
 from heapq import heappop, heappush
@@ -20,6 +23,10 @@ from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import CapacityError, InvariantError
 
 _arrival = attrgetter("arrival")
+
+
+def _shortness(request: Request) -> int:
+    return -request.num_computed
 
 
 class Rows:
@@ -186,11 +193,11 @@ class Rows:
             self._take_out(request)
             self.draining[request.rid] = request
         elif _remove(self.prompting, request):
-            insort(self.decoding, request, key=_arrival)
+            insort(self.decoding, request, key=_shortness)
 
     def latest(self) -> Request:
         """The latest arrival among the rows that still need pages."""
-        return max((rows[-1] for rows in (self.prompting, self.decoding) if rows), key=_arrival)
+        return max(self.prompting[-1:] + self.decoding, key=_arrival)
 
     def leave(self, request: Request) -> None:
         """Gives row slot and pages back. The full pages of known tokens go to the prefix cache first."""
@@ -219,8 +226,8 @@ class Rows:
         self.num_preemptions += 1
 
     def _take_out(self, request: Request) -> None:
-        if self.draining.pop(request.rid, None) is None and not _remove(self.decoding, request):
-            _remove(self.prompting, request)
+        if self.draining.pop(request.rid, None) is None and not _remove(self.prompting, request):
+            self.decoding.remove(request)
 
 
 def draws_last(request: Request) -> bool:

@@ -33,7 +33,7 @@ from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.speculation import Speculation, drafting_of, pays, schedule_drafts, take_drafts
 from fengine.errors import InvalidRequestError, InvariantError
 
-_arrival, _length = attrgetter("arrival"), attrgetter("num_computed")
+_arrival = attrgetter("arrival")
 
 
 class Scheduler:
@@ -149,11 +149,8 @@ class Scheduler:
     def _schedule_decoding(self, output: SchedulerOutput) -> int:
         """One token for each decoding row. The hot loop: as little per row as can be. Returns the tokens of the budget.
         They always fit: a row begins to decode with a chunk for which the budget had room beside all rows that decode,
-        lockstep rows that sit out included.
-
-        The longest come first: a device attends to rows in their order, and long ones at the end would leave it idle
-        around them. As all grow alike, the order stays from step to step."""
-        requests, page_size = sorted(self._rows.decoding, key=_length, reverse=True), self._rows.page_size
+        lockstep rows that sit out included."""
+        requests, page_size = self._rows.decoding.copy(), self._rows.page_size
         reserved = len(requests)
         if self._rows.num_lockstep:
             requests = [request for request in requests if not request.num_pending or not is_lockstep(request)]
