@@ -15,12 +15,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 # At the end Triton's bindings report what the collector cannot take. Not sooner: pytest's own end collects five times.
 atexit.register(gc.unfreeze)
+
+# What the imports of a collection make stays: looking for garbage among it is a tenth of their time.
+gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.enable()
+
 
 # No example is judged by how long a busy machine takes for it.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -37,7 +47,8 @@ def fresh_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def small_pools() -> None:
     """The engines of tests need no more: the pool that users get is four fifths of a small model's start."""
-    if pool := sys.modules.get("fengine.worker.kv_pool"):  # what collects no engine needs no torch
+    pool: Any = sys.modules.get("fengine.worker.kv_pool")
+    if pool is not None:  # what collects no engine needs no torch
         pool.CPU_POOL_BYTES = 8 << 20
 
 

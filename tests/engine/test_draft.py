@@ -63,7 +63,7 @@ def answers(path: str, draft_model: str | None, **settings: Any) -> tuple[list[A
     }  # fmt: skip
     guess |= settings
     params: list[dict[str, Any]] = [
-        {"temperature": 0.8 * (i % 3), "max_new_tokens": 40, "top_p": 0.95, "ignore_eos": True} for i in range(len(IDS))
+        {"temperature": 0.8 * (i % 3), "max_new_tokens": 30, "top_p": 0.95, "ignore_eos": True} for i in range(len(IDS))
     ]
     params[1]["stop_token_ids"], params[2]["repetition_penalty"] = [17, 40], 1.2
     with Engine(model_path=path, skip_tokenizer_init=True, page_size=8, **guess) as engine:
@@ -149,7 +149,7 @@ def test_a_request_rests_where_its_guesses_do_not_pay(
         found, stats = answers(target, guess, speculative_num_steps=4, **settings | {"speculative_adaptive": True})
         assert found == want and replay(steps)[0] == len(found)
         tried[guess] = stats["draft_tokens"], stats["correct_draft_tokens"]
-    assert tried[target][0] == tried[target][1] > 200 and 0 < tried[stranger][0] < tried[target][0] / 2
+    assert tried[target][0] == tried[target][1] > 150 and 0 < tried[stranger][0] < tried[target][0] / 2
 
 
 @pytest.mark.parametrize("catch_up", [4096, 30])
@@ -191,7 +191,7 @@ def test_a_long_prompt_is_caught_up_with_in_pieces(
     monkeypatch.setattr(draft, "CATCH_UP", 5)
     found, stats = answers(target, target, speculative_num_steps=3)
     assert found == want
-    assert stats["draft_tokens"] == stats["correct_draft_tokens"] > 100
+    assert stats["draft_tokens"] == stats["correct_draft_tokens"] > 60
 
 
 def test_bad_settings_are_refused_by_name(target: str, tmp_path: Path) -> None:

@@ -164,9 +164,9 @@ def test_graphs_of_guesses_and_their_keys_go_with_what_is_released(tmp_path: Pat
 @pytest.mark.parametrize("draft", ["box", "EAGLE3"])
 def test_steps_are_fed_with_guesses_that_the_host_does_not_know(draft: str, tmp_path: Path) -> None:
     """Of rows whose logits nobody edits, some preempted while they are verified; beside one that is edited."""
-    params: Any = [{"max_new_tokens": 30, "sampling_seed": i, "temperature": 0.7 * (i % 3)} for i in range(6)]
+    params: Any = [{"max_new_tokens": 24, "sampling_seed": i, "temperature": 0.7 * (i % 3)} for i in range(6)]
     params[4] |= {"frequency_penalty": 0.6, "max_new_tokens": 9}
-    settings: dict[str, Any] = BOX | {"max_total_tokens": 128, "disable_overlap_schedule": False}
+    settings: dict[str, Any] = BOX | {"max_total_tokens": 104, "disable_overlap_schedule": False}
     with Engine(**settings) as llm:
         expected: Any = llm.generate([STORY] * 6, params, return_logprob=True)
     settings |= SELF | (eagle(tmp_path) if draft == "EAGLE3" else {})
@@ -201,7 +201,7 @@ def test_chains_that_go_on_before_a_step_is_read_guess_the_same(
     The oracle begins every chain when all tokens are known. The draft's temperature is another, so that of a try any
     number is right."""
     settings: dict[str, Any] = BOX | SELF | {"disable_overlap_schedule": False}
-    params: Any = [{"max_new_tokens": 14 + 6 * i, "sampling_seed": i, "temperature": 0.5 * (i % 3)} for i in range(6)]
+    params: Any = [{"max_new_tokens": 12 + 4 * i, "sampling_seed": i, "temperature": 0.5 * (i % 3)} for i in range(6)]
     params[4]["max_new_tokens"] = 1
     edited = [*params[:5], params[5] | {"max_new_tokens": 6, "frequency_penalty": 0.6}]  # beside it nothing goes on
     prompts = [STORY] * 4 + [STORY * 30] * 2  # the long ones come where others end, and fill steps

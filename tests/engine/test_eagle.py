@@ -1,7 +1,7 @@
 """EAGLE-3 against a draft written by the paper's formulas over transformers' hidden states; and no bit changes."""
 
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,16 @@ def want(target: str) -> list[Any]:
     return answers(target, None)[0]
 
 
+@cache
+def read(target: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
 class Reference:
     """The draft over whole sequences, without a cache."""
 
     def __init__(self, target: str, tensors: dict[str, Tensor], layers: tuple[int, ...], normed: bool) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.model = read(target)
         self.w = {name.removeprefix("midlayer."): x for name, x in tensors.items()}
         self.seen: tuple[list[int], tuple[Tensor, ...]] = [], ()  # the last sequence and the target's streams of it
         self.layers, self.normed = layers, normed

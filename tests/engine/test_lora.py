@@ -64,7 +64,7 @@ def llm(model: Path, paths: dict[str, str]) -> Iterator[Engine]:
         yield made
 
 
-def work(seed: int = 0, count: int = 20) -> list[tuple[list[int], dict[str, Any], str | None]]:
+def work(seed: int = 0, count: int = 16) -> list[tuple[list[int], dict[str, Any], str | None]]:
     """Ragged prompts, half of them with a common head; greedy and seeded; nine in ten with an adapter."""
     draw = random.Random(seed)
     head = [draw.randrange(3, 131) for _ in range(21)]

@@ -350,7 +350,7 @@ Answers = list[tuple[list[int], list[float]]]
 
 def asked(temperature: float) -> list[dict[str, Any]]:
     return [
-        {"temperature": temperature, "sampling_seed": i, "max_new_tokens": 20 + 6 * i, "ignore_eos": True}
+        {"temperature": temperature, "sampling_seed": i, "max_new_tokens": 14 + 5 * i, "ignore_eos": True}
         | ({"top_p": 0.9, "top_k": 40} if i % 2 else {})
         for i in range(len(TEXTS))
     ]
@@ -461,7 +461,7 @@ def test_other_algorithms_are_refused_by_name(algorithm: str) -> None:
         ({"ngram_min_match": 5, "ngram_max_match": 4}, "ngram_max_match"),
     ],
 )
-def test_wrong_settings_are_refused_with_name_and_value(wrong: dict[str, int], name: str) -> None:
+def test_wrong_settings_are_refused_with_name_and_value(wrong: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"speculation.{name}"):
         resolve(EngineConfig(speculation=SpeculationConfig(Algorithm.ngram, **wrong)), Hardware("cpu"))
 

@@ -24,10 +24,19 @@ GROUP = "weight_update_group"
 
 
 class Trainer:
-    """The other process, and the group that the engine shares with it."""
+    """The other process, and the groups that the engine shares with it."""
 
     def __init__(self, engine: Engine, process: "subprocess.Popen[str]") -> None:
         self.engine, self.process = engine, process
+
+    def join(self, name: str, url: str, address: str, port: int) -> None:
+        """Both are in this group from here on."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{name} {url}\n")
+        self.process.stdin.flush()
+        result = self.engine.init_weights_update_group(address, port, 1, 2, name, backend="gloo", timeout=60)
+        assert result.success, result
+        assert self.process.stdout.readline() == "waiting\n"
 
     def broadcast(self, path: Path, how: str = "", **more: Any) -> Any:
         """Tells it to send a file's tensors, and the engine to receive them."""
@@ -45,13 +54,10 @@ class Trainer:
 
 
 @contextmanager
-def trained(engine: Engine, url: str, address: str, port: int) -> Iterator[Trainer]:
-    command = [sys.executable, str(Path(__file__).parents[1] / "weight_trainer.py"), url, GROUP]
+def training(engine: Engine) -> Iterator[Trainer]:
+    command = [sys.executable, str(Path(__file__).parents[1] / "weight_trainer.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            result = engine.init_weights_update_group(address, port, 1, 2, GROUP, backend="gloo", timeout=60)
-            assert result.success, result
-            assert process.stdout is not None and process.stdout.readline() == "waiting\n"
             yield Trainer(engine, process)
         finally:
             process.kill()
@@ -69,14 +75,23 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_checkpoints.write(root / "a"), tiny_checkpoints.write(root / "b", seed=1)
 
 
-def test_broadcasts_over_loopback(two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_broadcasts_over_a_shared_file_and_over_loopback(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """By one trainer, for starting it takes a second."""
     old, new = fresh(two[0]), fresh(two[1])
     files = [directory / "model.safetensors" for directory in two]
     bad = tmp_path / "bad.safetensors"
     save_file(load_file(files[1]) | {"model.norm.weight": torch.full((64,), torch.nan)}, bad)
-    port = free_port()
-    with start(two[0]) as engine, trained(engine, f"tcp://127.0.0.1:{port}", "127.0.0.1", port) as trainer:
+    url, port = f"file://{tmp_path}/store", free_port()
+    with start(two[0]) as engine, training(engine) as trainer:
+        trainer.join("of_a_file", url, url, 1)
+        assert trainer.broadcast(files[1], group_name="of_a_file").success
+        assert ask(engine) == new
+        assert engine.destroy_weights_update_group("of_a_file").success
+        assert not engine.destroy_weights_update_group("of_a_file").success
+
+        trainer.join(GROUP, f"tcp://127.0.0.1:{port}", "127.0.0.1", port)
         assert not engine.init_weights_update_group("127.0.0.1", port, 1, 2, GROUP, backend="gloo").success
+        assert trainer.broadcast(files[0]).success and ask(engine) == old
         assert trainer.broadcast(files[1], weight_version="step 1").success
         assert ask(engine) == new and engine._parts.core.weight_version == "step 1"
         result = trainer.broadcast(bad)
@@ -91,15 +106,6 @@ def test_broadcasts_over_loopback(two: tuple[Path, Path], tmp_path: Path) -> Non
         assert ask(engine) == new
         result = trainer.engine.update_weights_from_distributed([], [], [])
         assert not result.success and "no group" in result.message  # it went with the rank that died
-        assert not engine.destroy_weights_update_group(GROUP).success
-
-
-def test_broadcasts_over_a_shared_file(two: tuple[Path, Path], tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/store"
-    with start(two[0]) as engine, trained(engine, url, url, 1) as trainer:
-        assert trainer.broadcast(two[1] / "model.safetensors").success
-        assert ask(engine) == fresh(two[1])
-        assert engine.destroy_weights_update_group(GROUP).success
         assert not engine.destroy_weights_update_group(GROUP).success
 
 
@@ -119,15 +125,16 @@ def test_groups_that_cannot_be(two: tuple[Path, Path]) -> None:
         *({"timeout": timeout} for timeout in (0, -1, 1e30, float("nan"), None, "5", True)),
     ]
     with start(two[0]) as engine:
+        join: Any = engine.init_weights_update_group
         for i, change in enumerate(wrong):
             with pytest.raises(InvalidRequestError):
-                engine.init_weights_update_group(**(good | ({"backend": "gloo"} if i > 1 else {}) | change))
+                join(**(good | ({"backend": "gloo"} if i > 1 else {}) | change))
         with pytest.raises(UnsupportedFeatureError, match="mpi"):
-            engine.init_weights_update_group(**good, backend="mpi")
-        result = engine.init_weights_update_group(**good | {"master_port": free_port()}, backend="gloo", timeout=0.2)
+            join(**good, backend="mpi")
+        result = join(**good | {"master_port": free_port()}, backend="gloo", timeout=0.2)
         assert not result.success and "could not join" in result.message
         for change in ({"rank_offset": 2**40, "world_size": 2**41}, {"master_address": "\ud800"}):
-            assert not engine.init_weights_update_group(**good | change, backend="gloo", timeout=0.2).success
+            assert not join(**good | change, backend="gloo", timeout=0.2).success
         names: list[Any] = [["g"], None, "g"]
         for name in names:
             assert not engine.destroy_weights_update_group(name).success

@@ -107,9 +107,9 @@ def test_the_checksum_model_through_windows(windows: tuple[int, ...], guess: boo
     with checksum_engine(windows=windows, rows=3, tokens=40, pool=300, page_size=4, **options) as engine:
         assert isinstance(engine._parts.core.stepper.scheduler.pool, WindowPages)
         for _ in range(2):
-            outs = engine.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": 40})
+            outs = engine.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": 24})
             for prompt, out in zip(prompts, outs, strict=True):
-                assert out["output_ids"] == expected(prompt, 40, windows=windows)
+                assert out["output_ids"] == expected(prompt, 24, windows=windows)
             longer = [prompt + out["output_ids"] + [5] for prompt, out in zip(prompts, outs, strict=True)]
             outs = engine.generate(input_ids=longer, sampling_params={"temperature": 0, "max_new_tokens": 6})
             assert [out["output_ids"] for out in outs] == [expected(p, 6, windows=windows) for p in longer]

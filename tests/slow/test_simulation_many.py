@@ -1,7 +1,11 @@
 """Two thousand schedules of the whole engine, and hundreds of its policies and ranks; `scripts/simulate.py` runs as
 many as there is time for."""
 
+import importlib
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,9 @@ from simulated_ranks import ranks_plan_of
 from simulated_run import violation
 
 from fengine.config import Policy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
+recording: Any = importlib.import_module("test_recording")
 
 
 @pytest.mark.parametrize("first", range(0, 2000, 100))
@@ -27,7 +34,11 @@ def test_policies_that_plans_do_not_draw_hold(policy: Policy) -> None:
         assert violation(replace(plan, settings=replace(plan.settings, policy=policy))) is None, seed
 
 
-@pytest.mark.parametrize("first", range(50, 300, 50))
+@pytest.mark.parametrize("first", range(0, 300, 50))
 def test_schedules_of_ranks_hold(first: int) -> None:
     wrong = {seed: found for seed in range(first, first + 50) if (found := violation(ranks_plan_of(seed)))}
     assert not wrong
+
+
+def test_recorded_schedules_are_scheduled_again_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording.check_replays(recording.SEEDS[30:], tmp_path, monkeypatch)

@@ -17,7 +17,7 @@ def made(tmp_path_factory):
 
 
 STREAMED = ["byte_level", "new_tokens", "unigram", "llama2", "llama2_no_prefix", "no_decoder", "wordpiece"]
-slow_ok = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+slow_ok = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite

@@ -62,7 +62,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_broken_files_are_refused(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "LIMITS", Limits(0.25, 1 << 29))
+    monkeypatch.setattr(pipeline, "LIMITS", Limits(0.12, 1 << 29))
     (tmp_path / "tokenizer.json").write_text(json.dumps(BASE | BROKEN[fault]))
     with pytest.raises(ModelLoadError, match="tokenizer.json (is not a valid tokenizer|cannot be used)"):
         Tokenizer.from_directory(tmp_path)
