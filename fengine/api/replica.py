@@ -5,6 +5,7 @@ import queue
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from safetensors.torch import load_file
@@ -29,26 +30,13 @@ from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.detokenizer import token_texts
 
 
-class Files:
-    """What the first process leaves in files."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-
-    def update(self, path: str, told: list[list[Any]], version: str | None, abort: bool) -> UpdateResult:
-        """`told`: of each tensor its name, and why it is not in the file."""
-        tensors = load_file(path)
-        named = [(name, Unsent(why) if why else tensors[str(index)]) for index, (name, why) in enumerate(told)]
-        return self.parts.updates.update_from_tensor(named, None, version=version, abort=abort)
-
-
 class Server:
     """Modifies: itself, the engine."""
 
     def __init__(self, link: Link, parts: Parts) -> None:
         self.link, self.parts = link, parts
         self.adapters = None if parts.adapters is None else Replicated(parts.adapters, parts.config.lora)
-        self.owners = {"adapters": self.adapters, "files": Files(parts)}
+        self.owners = {"adapters": self.adapters, "files": SimpleNamespace(update=self._update)}
         self.sent: dict[RequestState, dict[str, Any]] = {}
         self.fresh: queue.SimpleQueue[RequestState] = queue.SimpleQueue()
         self._use_whitespace(list(Whitespace()))
@@ -63,6 +51,12 @@ class Server:
         self.handles = replace(NOTHING, grammar=lambda kind, text: grammars.compile(Source(kind, text)))
         if self.adapters is not None:
             self.handles = replace(self.handles, adapter=self.adapters.of)
+
+    def _update(self, path: str, told: list[list[Any]], version: str | None, abort: bool) -> UpdateResult:
+        """From a file of the first process's. `told`: of each tensor its name, and why it is not in the file."""
+        tensors = load_file(path)
+        named = [(name, Unsent(why) if why else tensors[str(index)]) for index, (name, why) in enumerate(told)]
+        return self.parts.updates.update_from_tensor(named, None, version=version, abort=abort)
 
     def _end(self) -> None:
         """With an engine that has died, of which the first process is told why: it may start another one."""
@@ -156,13 +150,11 @@ def serve(link: Link, start: dict[str, Any]) -> None:
         return
     with link.telling():
         server = Server(link, parts)
+        places = parts.weights.places.items()
         facts = {
-            "pool_tokens": parts.pool_tokens, "compile_seconds": parts.compile_seconds,
-            "phases": dict(parts.phases),
+            "pool_tokens": parts.pool_tokens, "compile_seconds": parts.compile_seconds, "phases": dict(parts.phases),
             "kv_bytes": parts.kv_bytes, "kv_dtype": str(parts.kv_dtype).removeprefix("torch."),
-            "weights": [
-                (name, list(place.shape), str(place.leaf.dtype)) for name, place in parts.weights.places.items()
-            ],
+            "weights": [(name, list(place.shape), str(place.leaf.dtype)) for name, place in places],
         }  # fmt: skip
         link.say(ready=facts, read=read_by(parts))
         server.run()
