@@ -33,6 +33,7 @@ FIELDS: Fields = {
 }
 COUNTED: Fields = {name: FIELDS[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking",
                                                    "output_config", "chat_template_kwargs")}  # fmt: skip
+# The last two are accepted, and change nothing.
 TOOL = names("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 OF_ANY = ("type", "cache_control")  # of blocks; prefixes are shared anyway
 BLOCKS = {"text": ("text",), "thinking": ("thinking", "signature"), "redacted_thinking": ("data",),
