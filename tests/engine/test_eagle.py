@@ -145,15 +145,17 @@ def write_speculator(folder: Path, **changes: Any) -> str:
     return path
 
 
-IDS = [[5, 9, 7, 60, 3], [8] * 19, [100, 3, 90] * 9, [44]]
+IDS = [[5, 9, 7, 60, 3], [100, 3, 90] * 9, [8] * 19, [44]]
 
 
-def answers(target: str, draft: str | None, rounds: int = 2, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Cold, and with two rounds over a cache."""
+def answers(
+    target: str, draft: str | None, rounds: int = 2, count: int = 4, **settings: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """Cold, and with two rounds over a cache. Of `count` prompts, the greedy ones first."""
     eagle: dict[str, Any] = {} if draft is None else EAGLE | {"speculative_draft_model_path": draft} | settings
-    params: Any = [{"temperature": 0.9 * (i % 2), "max_new_tokens": 24, "ignore_eos": True} for i in range(len(IDS))]
+    params: Any = [{"temperature": 0.9 * (i > 1), "max_new_tokens": 24, "ignore_eos": True} for i in range(count)]
     with Engine(model_path=target, skip_tokenizer_init=True, page_size=8, **(eagle or settings)) as engine:
-        outputs: Any = [engine.generate(input_ids=IDS, sampling_params=params, return_logprob=True)
+        outputs: Any = [engine.generate(input_ids=IDS[:count], sampling_params=params, return_logprob=True)
                         for _ in range(rounds)]  # fmt: skip
         stats = engine.stats()
     return [o["meta_info"]["output_token_logprobs"] for out in outputs for o in out], stats
@@ -190,7 +192,7 @@ def test_guesses_are_those_of_the_formulas(
     form: Any, layers: tuple[int, ...], normed: bool, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = write_draft(tmp_path, **form) if isinstance(form, dict) else form(tmp_path)
-    greedy = guessed(target, head, monkeypatch, rounds=1, max_running_requests=1)
+    greedy = guessed(target, head, monkeypatch, rounds=1, count=2, max_running_requests=1)
     reference = Reference(target, draft_tensors(), layers, normed)
     assert len(greedy) >= 12 and max(len(guess) for _, guess in greedy) == 4
     for ids, guess in sorted({(tuple(ids), tuple(guess)) for ids, guess in greedy}, reverse=True):

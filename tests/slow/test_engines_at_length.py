@@ -1,5 +1,6 @@
 """What takes an engine seconds: memory that goes back to the system, and many compiled engines in one process."""
 
+import importlib
 import json
 import resource
 import subprocess
@@ -11,6 +12,10 @@ import pytest
 import tiny_checkpoints
 
 from fengine import Engine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
+speculation: Any = importlib.import_module("test_speculation")
+reference = speculation.reference
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -73,3 +78,8 @@ def test_each_engine_of_a_process_compiles_on_its_own(tmp_path) -> None:  # noqa
         ) as engine:
             assert engine.stats()["compiles"] == 1
             assert len(engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})["output_ids"]) == 3
+
+
+@pytest.mark.parametrize("layout", speculation.LAYOUTS)
+def test_bits_are_those_without_speculation(reference: Any, layout: str) -> None:
+    speculation.check_layout(reference, speculation.LAYOUTS[layout], rounds=2)
