@@ -105,11 +105,16 @@ def test_flush_cache_says_whether_it_could() -> None:
 
 def test_freeze_gc(engine: Engine) -> None:
     before = gc.get_freeze_count()
-    try:
-        engine.freeze_gc()
-        assert gc.get_freeze_count() > before
-    finally:
-        gc.unfreeze()
+    engine.freeze_gc()
+    assert gc.get_freeze_count() > before
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Nothing is frozen, as where a process begins; behind it all is again: engines that end collect."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Parts:
@@ -130,7 +135,7 @@ class Fake:
         gc.collect()
 
 
-def test_a_command_spares_the_collector_what_is_there_when_its_engine_is_open() -> None:
+def test_a_command_spares_the_collector_what_is_there_when_its_engine_is_open(thawed: None) -> None:
     assert gc.get_freeze_count() == 0
     with EngineCache(lambda _: Fake()) as engines:
         parts = weakref.ref(engines.get(EngineConfig(random_seed=8)).parts)
