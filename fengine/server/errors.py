@@ -12,7 +12,8 @@ UNAVAILABLE = (errors.EngineBusyError, errors.EngineClosedError, errors.EngineDe
                errors.AbortedError, errors.QueueFullError, errors.TimedOutError)  # fmt: skip
 OURS = (errors.NumericsError, errors.LogitProcessorError)  # a request failed, and not for what it asked
 MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
-GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "tools", "functions")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "structured_outputs", "guided_json",
+            "guided_regex", "guided_choice", "guided_grammar", "output_config", "tools", "functions")  # fmt: skip
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
          429: "rate_limit_error"}  # fmt: skip
 
@@ -83,7 +84,8 @@ def _refusal(error: Exception, message: str, body: Mapping[str, Any]) -> ApiErro
         said = f"{message} Please reduce the length of the input prompt."
         return ApiError(400, said, param, "context_length_exceeded")
     if isinstance(error, errors.GrammarError):
-        return ApiError(400, message, next((name for name in GRAMMARS if body.get(name)), None), "invalid_value")
+        of_responses = "text" if isinstance(body.get("text"), dict) else None
+        return ApiError(400, message, next(filter(body.get, GRAMMARS), of_responses), "invalid_value")
     code = "unsupported_feature" if isinstance(error, errors.UnsupportedFeatureError) else "invalid_value"
     return ApiError(400, message, _blamed(message, body), code)
 

@@ -217,6 +217,7 @@ REFUSED = [
         {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
         "structured_outputs",
     ),
+    ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text"),
     ("/v1/score", ITEMS | {"text_1": "a"}, "text_1"),
     ("/v1/score", {"data_1": "a", "text_2": "b"}, "text_2"),
     ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),

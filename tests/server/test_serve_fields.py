@@ -74,6 +74,8 @@ COMPLETIONS = [  # (what is changed in a good body, the field to blame, the stat
     ({"temprature": 1}, "temprature", 400),
     ({"messages": [{"role": "user", "content": "a"}]}, "messages", 400),
     ({"regex": "a", "ebnf": "b"}, "regex", 400),
+    ({"guided_regex": "("}, "guided_regex", 400),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", 400),
     ({"response_format": {"type": "xml"}}, "response_format", 400),
     ({"response_format": {"type": "json_schema"}}, "response_format", 400),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format", 400),
