@@ -4,7 +4,6 @@ The shards' journals are woven into one journal in the order of the input, and t
 is. So the merged folder is that of the unsharded run: the same identity, the same bytes of outputs.jsonl, the same
 metrics, and it goes on (failed rows are tried again) with the unsharded command."""
 
-import os
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -164,9 +163,8 @@ def _weave(folder: RunFolder, shards: Sequence[Shard], identity: str) -> RowTabl
     table, before = RowTable(sum(shard.rows for shard in shards)), [0]
     for shard in shards:  # sessions are numbered through
         before.append(before[-1] + len(shard.manifest["sessions"]))
-    with folder.writing(), ExitStack() as files:
+    with folder.partial(JOURNAL) as out, ExitStack() as files:
         sources = [files.enter_context((s.folder / JOURNAL).open("rb")) for s in shards]
-        out = files.enter_context((folder.path / f".{JOURNAL}.tmp").open("wb", buffering=1 << 20))
         size = out.write(header(identity))
         for index in range(len(table.known)):
             row, number = divmod(index, len(shards))
@@ -174,8 +172,6 @@ def _weave(folder: RunFolder, shards: Sequence[Shard], identity: str) -> RowTabl
             ok, key, session, *rest = entry.head[1:]
             table.put(index, bool(ok), size)
             size += out.write(encode([index, ok, key, session + before[number], *rest], entry.record))
-        out.flush()
-        os.fsync(out.fileno())
     folder.install(JOURNAL)
     return table
 

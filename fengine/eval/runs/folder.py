@@ -17,21 +17,33 @@ FIRST_FILES = (LOCK, "config.yaml", "overrides.yaml")  # those that a run has be
 Content = bytes | str | dict[str, Any]
 
 
+@contextmanager
+def storage_errors(problem: str, remedy: str = "", if_full: str | None = None) -> Iterator[None]:
+    """Inside, an error of the system is a StorageError: the problem, its reason, and what to do; `if_full`: of a disk
+    that is."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        full = if_full is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        failure = StorageError(f"{problem}: {error.strerror or error}{if_full if full else remedy}")
+        failure.errno = error.errno
+        raise failure from error
+
+
 def read_object(path: Path) -> dict[str, Any] | None:
     """A file's JSON object; None if there is no such file. Errors: StorageError that names file and place."""
     if os.path.exists(path) and not os.path.isfile(path):  # a named pipe would be waited for
         raise StorageError(f"{path} is no file; restore it, or choose another out=DIR")
     try:
-        value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
+        with storage_errors(f"{path} cannot be read"), suppress(FileNotFoundError):
+            if isinstance(value := json.loads(path.read_bytes()), dict):
+                return value
             raise ValueError("it holds no object")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is damaged: {error}; restore it from a copy, or choose another out=DIR") from error
-    return value
+    return None
 
 
 def encoded(content: Content) -> bytes:
@@ -77,20 +89,8 @@ def write_file(path: Path, content: Content) -> None:
         raise StorageError(f"{path} is no regular file; choose another file")
     if path.name in RECORD and (path.parent / "manifest.json").exists():
         raise StorageError(f"{path} is a file of a run's record; choose another file")
-    try:
-        with whole_file(path) as file:
-            file.write(encoded(content))
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}; choose another file") from error
-
-
-def _write(path: Path, content: Content, durable: bool = True) -> None:
-    """Errors: OSError."""
-    with path.open("wb") as file:
+    with storage_errors(f"{path} cannot be written", "; choose another file"), whole_file(path) as file:
         file.write(encoded(content))
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
 
 
 def sync_names(folder: Path) -> None:
@@ -166,10 +166,20 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def write_several(self, files: Mapping[str, Content], *, durable: bool = True) -> None:
         """Whole files, which get their names one after another; with `durable` they also outlive a power failure.
         Errors: StorageError."""
-        with self.writing():
-            for name, content in files.items():
-                _write(self.path / f".{name}.tmp", content, durable)
+        for name, content in files.items():
+            with self.partial(name, durable=durable) as file:
+                file.write(encoded(content))
         self.install(*files, durable=durable)
+
+    @contextmanager
+    def partial(self, name: str, *, durable: bool = True) -> Iterator[BinaryIO]:
+        """What is written inside gets this name by `install`; with `durable` it is synced by then. Errors:
+        StorageError."""
+        with self.writing(), (self.path / f".{name}.tmp").open("wb", buffering=1 << 20) as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
 
     def install(self, *names: str, durable: bool = True) -> None:
         """Gives the finished, synced files `.<name>.tmp` their names, durably. Errors: StorageError."""
@@ -179,20 +189,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             if durable:
                 sync_names(self.path)
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> AbstractContextManager[None]:
         """Inside, an error of the system is a StorageError that names this folder and what to do."""
-        try:
-            yield
-        except StorageError:
-            raise
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "make room, then run the same command again" if full else f"choose {self._remedy}"
-            problem = f"{self.word} folder {self.path} cannot be written: {error.strerror or error}; {remedy}"
-            failure = StorageError(problem)
-            failure.errno = error.errno
-            raise failure from error
+        problem = f"{self.word} folder {self.path} cannot be written"
+        return storage_errors(problem, f"; choose {self._remedy}", "; make room, then run the same command again")
 
     def close(self) -> None:
         """Gives the lock back. Idempotent."""

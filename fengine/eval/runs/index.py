@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fengine.errors import InputFileError, ResumeMismatchError, StorageError
-from fengine.eval.runs.folder import JOURNAL, RunFolder
+from fengine.errors import InputFileError, ResumeMismatchError
+from fengine.eval.runs.folder import JOURNAL, RunFolder, storage_errors
 from fengine.eval.runs.journal import KIND, VERSION, Damage, Entry, encode, header, scan
 from fengine.eval.tasks.task import BadRow, Row, Task
 
@@ -163,10 +163,8 @@ def reopen(
         )
         return read_table(path, rows.rows, rows.keys)[0]
     if damage:
-        try:
+        with storage_errors(f"journal {path} cannot be written"):
             os.truncate(path, damage[0].offset)
-        except OSError as error:
-            raise StorageError(f"journal {path} cannot be written: {error.strerror or error}") from error
         note(f"{path.name} ended in the middle of a row, which is computed again")
         if damage[0].offset == 0:  # not even the first line was whole
             folder.write(JOURNAL, header(identity))
@@ -180,12 +178,10 @@ def _salvage(folder: RunFolder, path: Path, rows: RowIndex, identity: str) -> st
         number += 1
     with folder.writing():
         os.link(path, copy)
-        with path.with_name(f".{JOURNAL}.tmp").open("wb") as file:
-            file.write(header(identity))
-            for entry in scan(path):
-                if isinstance(entry, Entry) and _is_row(entry, rows.rows, rows.keys):
-                    file.write(encode(entry.head, entry.record))
-            file.flush()
-            os.fsync(file.fileno())
+    with folder.partial(JOURNAL) as file:
+        file.write(header(identity))
+        for entry in scan(path):
+            if isinstance(entry, Entry) and _is_row(entry, rows.rows, rows.keys):
+                file.write(encode(entry.head, entry.record))
     folder.install(JOURNAL)
     return copy.name

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fengine.errors import StorageError
+from fengine.eval.runs.folder import storage_errors
 
 PREFIX = 18  # bytes before the head
 KIND, VERSION = "fengine-journal", 1
@@ -70,14 +71,11 @@ def scan(path: Path) -> Iterator[Entry | Damage]:
     """Every line in order, one in memory at a time. Errors: StorageError if the file cannot be read."""
     if path.exists() and not path.is_file():  # a named pipe would be waited for
         raise StorageError(f"journal {path} is no file; restore it, or choose another out=DIR")
-    try:
-        with path.open("rb", buffering=1 << 20) as file:
-            offset = 0
-            while line := file.readline(MAX_LINE):
-                yield from _split(line, offset)
-                offset += len(line)
-    except OSError as error:
-        raise StorageError(f"journal {path} cannot be read: {error.strerror or error}") from error
+    with storage_errors(f"journal {path} cannot be read"), path.open("rb", buffering=1 << 20) as file:
+        offset = 0
+        while line := file.readline(MAX_LINE):
+            yield from _split(line, offset)
+            offset += len(line)
 
 
 def read_at(file: BinaryIO, offset: int) -> Entry:
@@ -138,11 +136,9 @@ class Journal(AbstractContextManager["Journal"]):
         self._unsynced = 0
         self._synced_at = time.monotonic()
         self._failed: StorageError | None = None
-        try:
+        with storage_errors(f"journal {path} cannot be opened"):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self.size = os.lseek(self._file, 0, os.SEEK_END)
-        except OSError as error:
-            raise StorageError(f"journal {path} cannot be opened: {error.strerror or error}") from error
 
     def extend(self, lines: Sequence[bytes]) -> list[int]:
         """Writes lines of `encode` by one `write`, and returns their offsets. Errors: StorageError, and then those that

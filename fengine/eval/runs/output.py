@@ -7,15 +7,15 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fengine.errors import StorageError
 from fengine.eval.cli.view import QuietView, Shown, count
 from fengine.eval.runs.answering import FATAL, Watcher
-from fengine.eval.runs.folder import sync_names, whole_file
+from fengine.eval.runs.folder import storage_errors, sync_names, whole_file
 from fengine.eval.runs.index import OK, RowTable
 from fengine.eval.runs.journal import Entry, read_at
 from fengine.eval.runs.manifest import row_seed
@@ -75,16 +75,9 @@ class Export:
             found["output_token_logprobs"] = answer["logprobs"]
         return {**columns, **found}
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> AbstractContextManager[None]:
         """Inside, an error of the system is a StorageError that names the path."""
-        try:
-            yield
-        except StorageError:  # of the journal
-            raise
-        except OSError as error:
-            problem = f"output path {self.path} cannot be written: {error.strerror or error}"
-            raise StorageError(f"{problem}. Free space or choose another out=.") from error
+        return storage_errors(f"output path {self.path} cannot be written", ". Free space or choose another out=.")
 
 
 class BatchExport(Export):

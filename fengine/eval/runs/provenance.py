@@ -19,7 +19,7 @@ import fengine
 from fengine.config import LoraConfig, ModelConfig
 from fengine.config.schema import PACKAGED
 from fengine.errors import CacheSecurityError, ConfigError, StorageError
-from fengine.eval.runs.folder import write_file
+from fengine.eval.runs.folder import storage_errors, write_file
 from fengine.ops.compiler import private_cache_dir
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
@@ -113,7 +113,7 @@ class _DigestCache:
 
     def sha256(self, path: Path) -> str:
         """Errors: StorageError."""
-        try:
+        with storage_errors(f"{path} cannot be read"):
             info = path.stat()
             key, facts = str(path.resolve()), [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
             kept = self._known.get(key)
@@ -121,8 +121,6 @@ class _DigestCache:
                 return kept[-1]
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
         self._known[key], self._new = [*facts, digest], True
         return digest
 

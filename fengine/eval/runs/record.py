@@ -6,7 +6,6 @@ complete or absent; finishing twice gives the same files."""
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
@@ -179,9 +178,11 @@ def finish(folder: RunFolder, manifest: dict[str, Any], table: RowTable, task: T
 def _write_rows(folder: RunFolder, table: RowTable) -> dict[str, Any]:
     """The temporary files of outputs and timings, synced; digests and totals."""
     digest, seconds, tokens = hashlib.sha256(), 0.0, [0, 0]
-    outputs, timings = (folder.path / f".{name}.tmp" for name in (OUTPUTS, TIMINGS))
-    journal = folder.path / JOURNAL
-    with journal.open("rb", buffering=1 << 20) as source, outputs.open("wb") as out, timings.open("wb") as times:
+    with (
+        (folder.path / JOURNAL).open("rb", buffering=1 << 20) as source,
+        folder.partial(OUTPUTS) as out,
+        folder.partial(TIMINGS) as times,
+    ):
         for index, offset in enumerate(table.offsets):
             assert table.known[index], f"row {index} is missing"
             entry = read_at(source, offset)
@@ -191,9 +192,6 @@ def _write_rows(folder: RunFolder, table: RowTable) -> dict[str, Any]:
             times.write(TIMING % (index, *entry.head[3:]))
             seconds += entry.head[5]
             tokens = [tokens[0] + entry.head[6], tokens[1] + entry.head[7]]
-        for file in (out, times):
-            file.flush()
-            os.fsync(file.fileno())
     totals = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "row_seconds": round(seconds, 3)}
     return {"outputs_sha256": digest.hexdigest(), **totals}
 

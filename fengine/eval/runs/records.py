@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fengine.errors import ConfigError, StorageError
-from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, read_object
+from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, read_object, storage_errors
 from fengine.eval.runs.index import RowTable, id_key, read_table
 from fengine.eval.runs.journal import MAX_LINE, read_at
 from fengine.eval.runs.manifest import differences, recorded
@@ -38,10 +38,8 @@ def runs_of(path: Path) -> list[Path]:
     if not path.is_dir():
         problem = "is a file; give the run's folder" if path.exists() else "does not exist"
         raise StorageError(f"run folder {path} {problem}")
-    try:
+    with _reading(path):
         runs = [child for child in path.iterdir() if (child / MANIFEST).is_file()]
-    except OSError as error:
-        raise _unreadable(path, error) from error
     if not runs:
         raise StorageError(f"{path} is no run's folder: it has no {MANIFEST}, nor has a folder in it")
     return sorted(runs, key=lambda run: (not run.name.isdigit(), int(run.name) if run.name.isdigit() else 0, run.name))
@@ -86,13 +84,14 @@ class Records(AbstractContextManager["Records"]):
         self.keys, self._places = array("Q"), array("q")  # an offset in outputs.jsonl, or ~offset in the journal
         self._files: dict[str, BinaryIO] = {}
         try:
-            for name in (OUTPUTS, JOURNAL):
-                if (folder / name).is_file():
-                    self._files[name] = (folder / name).open("rb", buffering=1 << 20)
-            self._find_records()
-        except OSError as error:
+            with _reading(folder):
+                for name in (OUTPUTS, JOURNAL):
+                    if (folder / name).is_file():
+                        self._files[name] = (folder / name).open("rb", buffering=1 << 20)
+                self._find_records()
+        except BaseException:
             self.close()
-            raise error if isinstance(error, StorageError) else _unreadable(folder, error) from error
+            raise
 
     @property
     def finished(self) -> bool:
@@ -104,10 +103,8 @@ class Records(AbstractContextManager["Records"]):
 
     def line(self, number: int) -> bytes:
         """The record of row `number` among those that are there, without its newline. Errors: StorageError."""
-        try:
+        with _reading(self.folder):
             return self._line_at(self._places[number])
-        except OSError as error:
-            raise error if isinstance(error, StorageError) else _unreadable(self.folder, error) from error
 
     def record(self, number: int) -> Record:
         """Errors: StorageError if the file has changed."""
@@ -243,8 +240,9 @@ def _some(items: list[str]) -> str:
     return ", ".join(items[:5]) + (f" and {len(items) - 5:,} more" if len(items) > 5 else "")
 
 
-def _unreadable(folder: Path, error: OSError) -> StorageError:
-    return StorageError(f"run folder {folder} cannot be read: {error.strerror or error}")
+def _reading(folder: Path) -> AbstractContextManager[None]:
+    """Inside, an error of the system is a StorageError that names the folder."""
+    return storage_errors(f"run folder {folder} cannot be read")
 
 
 def pairs_of(a: Records, b: Records) -> Iterator[tuple[Record | None, Record | None]]:
