@@ -46,8 +46,8 @@ def test_matches(match: str, text: str, reference: str, score: Any) -> None:
 
 
 def test_of_several_references_the_best_counts() -> None:
-    assert scoring.token_f1("a b", ["c", "a b"]) == 1.0 and scoring.number_match("5", ["4", "5.0"])
-    assert scoring.contains_match("xyz", ["q", "y"]) and scoring.regex_match("xyz", ["q", "^x"])
+    assert scoring.token_f1("a b", ["c", "a b"]) == 1.0 and scoring.matches("number", "5", ["4", "5.0"])
+    assert scoring.matches("contains", "xyz", ["q", "y"]) and scoring.matches("regex", "xyz", ["q", "^x"])
 
 
 def rows(path: Path, *values: dict[str, Any]) -> str:

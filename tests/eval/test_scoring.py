@@ -19,12 +19,11 @@ from fengine.eval.tasks.scoring import (
     Extractor,
     choice_scores,
     count_words,
-    exact_match,
     json_scores,
     loglikelihood,
+    matches,
     normal,
     perplexity_scores,
-    prefix_match,
 )
 from fengine.eval.tasks.task import Answer, Metric
 
@@ -50,13 +49,13 @@ def test_normal_forms(forms: tuple[str, ...], text: str, result: str) -> None:
 
 
 def test_exact_and_prefix() -> None:
-    assert exact_match(" Paris\n", ["Rome", "Paris"]) and not exact_match("Paris.", ["Paris"])
-    assert not exact_match("paris", ["Paris"]) and exact_match("paris!", ["Paris"], ("case", "punctuation"))
-    assert not exact_match("", ["Paris"]) and not exact_match("Paris", [])
-    assert exact_match(" Paris", [" Paris"], ()) and not exact_match("Paris", [" Paris"], ())
-    assert prefix_match(" Male. It lies in Asia.", ["Male"]) and prefix_match("Male", ["Male"])
-    assert not prefix_match("Maled", ["Male"]) and not prefix_match("Male2", ["Male"])
-    assert not prefix_match("The Male", ["Male"]) and prefix_match("Washington, D.C.", ["Washington, D.C."])
+    assert matches("exact", " Paris\n", ["Rome", "Paris"]) and not matches("exact", "Paris.", ["Paris"])
+    assert not matches("exact", "paris", ["Paris"]) and matches("exact", "paris!", ["Paris"], ("case", "punctuation"))
+    assert not matches("exact", "", ["Paris"]) and not matches("exact", "Paris", [])
+    assert matches("exact", " Paris", [" Paris"], ()) and not matches("exact", "Paris", [" Paris"], ())
+    assert matches("prefix", " Male. It lies in Asia.", ["Male"]) and matches("prefix", "Male", ["Male"])
+    assert not matches("prefix", "Maled", ["Male"]) and not matches("prefix", "Male2", ["Male"])
+    assert not matches("prefix", "The Male", ["Male"]) and matches("prefix", "Washington, D.C.", ["Washington, D.C."])
 
 
 # -- extraction --------------------------------------------------------------------------------------------------------

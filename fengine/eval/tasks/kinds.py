@@ -1,7 +1,7 @@
 """The kinds of task that a YAML can choose: generation, multiple choice, perplexity. No torch."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,6 @@ from fengine.eval.tasks.sources import RESULT_COLUMNS, data_path, read_rows
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
 from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, check
 
-MATCHES: dict[Match, Callable[..., Any]] = {
-    Match.exact: scoring.exact_match, Match.prefix: scoring.prefix_match, Match.contains: scoring.contains_match,
-    Match.number: scoring.number_match, Match.f1: scoring.token_f1, Match.regex: scoring.regex_match,
-}  # fmt: skip
 RIGHT = [f"{match.value}_match" for match in Match if match is not Match.f1]  # scores that tell right from wrong
 
 
@@ -192,9 +188,12 @@ class GenerateTask(_Task):
             if extracted is not None:
                 scores["extracted"] = extracted
             found = extracted
-        if (test := MATCHES.get(config.match)) is not None:
-            scored = found is not None and test(found, self._references(row), config.normal_form)
-            scores["f1" if config.match is Match.f1 else f"{config.match.value}_match"] = scored
+        match = config.match.value
+        if match in scoring.COMPARISONS:
+            right = found is not None and scoring.matches(match, found, self._references(row), config.normal_form)
+            scores[f"{match}_match"] = right
+        elif config.match is Match.f1:
+            scores["f1"] = found is not None and scoring.token_f1(found, self._references(row), config.normal_form)
         elif config.match is Match.json:
             scores |= scoring.json_scores("" if found is None else found, self.target_of(row))
         return scores

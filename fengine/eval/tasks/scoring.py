@@ -44,29 +44,21 @@ def normal(text: str, forms: Iterable[str]) -> str:
     return text
 
 
-def exact_match(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
-    """Whether `text` equals one of the references, both in normal form. Pure."""
-    found = normal(text, forms)
-    return any(found == normal(reference, forms) for reference in references)
+# Whether an answer in normal form is right by a reference, which is in normal form, too, unless it is AS_WRITTEN.
+COMPARISONS: dict[str, Callable[[str, str], bool]] = {
+    "exact": lambda found, reference: found == reference,
+    "prefix": lambda found, start: found.startswith(start) and not found[len(start) :][:1].isalnum(),  # no word goes on
+    "contains": lambda found, reference: reference in found,
+    "number": lambda found, reference: numbers(found)[-1:] == numbers(reference)[-1:] != [],  # 1,000 is 1000.0
+    "regex": lambda found, pattern: Extractor(pattern).find(found) is not None,
+}
+AS_WRITTEN = ("number", "regex")
 
 
-def prefix_match(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
-    """Whether `text` begins with one of the references, both in normal form, and no letter or digit follows. Pure."""
-    found = normal(text, forms)
-    starts = (normal(reference, forms) for reference in references)
-    return any(found.startswith(start) and not found[len(start) :][:1].isalnum() for start in starts)
-
-
-def contains_match(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
-    """Whether one of the references occurs in `text`, both in normal form. Pure."""
-    found = normal(text, forms)
-    return any(normal(reference, forms) in found for reference in references)
-
-
-def number_match(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
-    """Whether the last number in `text` equals a reference's by value: 1,000 is 1000.0. Pure."""
-    found = numbers(normal(text, forms))
-    return bool(found) and any(found[-1:] == numbers(reference)[-1:] for reference in references)
+def matches(match: str, text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
+    """Whether `text` is right by one of the references, by this one of COMPARISONS. Pure. Errors: as `Extractor`."""
+    found, plain = normal(text, forms), () if match in AS_WRITTEN else forms
+    return any(COMPARISONS[match](found, normal(reference, plain)) for reference in references)
 
 
 def numbers(text: str) -> list[float]:
@@ -84,12 +76,6 @@ def token_f1(text: str, references: Iterable[str], forms: Sequence[str] = ("stri
         return float(found == wanted) if not sizes else 2 * same / sizes
 
     return max(map(score, references))
-
-
-def regex_match(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
-    """Whether a reference, a regular expression, is found in `text` in normal form. Pure. Errors: as `Extractor`."""
-    found = normal(text, forms)
-    return any(Extractor(reference).find(found) is not None for reference in references)
 
 
 MAX_PATTERN_BYTES = 1024
