@@ -17,34 +17,39 @@ FILES = ("sampling.json_schema", "sampling.ebnf", "sampling.structural_tag", "ch
 TEXTS = (*PATTERNS, *FILES)  # whose values are texts with whatever is in them; those of FILES may be read as @FILE
 PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[a-z_/][\w./-]*", re.IGNORECASE)  # a text to Hydra as it stands
 MAX_FILE = 1 << 20  # bytes
+
+
+def _each(table: dict[str, str]) -> dict[str, str]:
+    """A table whose keys are several names each, by the single names. Pure."""
+    return {name: told for names, told in table.items() for name in names.split()}
+
+
 # vLLM's, SGLang's, llama.cpp's and OpenAI's names -> ours; those that end alike are found without a table.
-WORDS = {
-    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "num_gpus", "gpus"), "parallel.tp_size"),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict", "max_gen_toks"), "sampling.max_new_tokens"),
-    **dict.fromkeys(("max_model_len", "max_seq_len", "ctx_size", "n_ctx"), "model.context_length"),
-    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction"), "cache.mem_fraction_static"),
-    **dict.fromkeys(("max_num_seqs", "max_batch_size", "batch_size"), "scheduler.max_running_requests"),
-    **dict.fromkeys(("max_num_batched_tokens", "chunked_prefill_size"), "scheduler.max_step_tokens"),
-    **dict.fromkeys(("block_size",), "cache.page_size"),
-    **dict.fromkeys(("model_path", "model_id", "model_name_or_path", "checkpoint", "pretrained"), "model.path"),
-    **dict.fromkeys(("tokenizer", "tokenizer_name"), "model.tokenizer_path"),
-    **dict.fromkeys(("served_model_name", "alias"), "serve.model_name"),
-    **dict.fromkeys(("speculative_algorithm", "draft"), "speculation.algorithm"),
-    **dict.fromkeys(("lora", "lora_modules", "enable_lora", "adapters"), "lora.paths"),
-    **dict.fromkeys(("temp",), "sampling.temperature"),
-    **dict.fromkeys(("system", "system_prompt"), "chat.system"),
-    **dict.fromkeys(("input", "input_file", "prompt", "prompt_file", "i", "p", "file"), "prompts"),
-    **dict.fromkeys(("output", "output_file", "output_dir", "output_path", "o"), "out"),
-    **dict.fromkeys(
-        ("num_samples", "repeats", "n", "best_of", "num_return_sequences"), "task.samples (of fengine eval)"
-    ),
-    **dict.fromkeys(("tasks", "dataset"), "task"),
-    **dict.fromkeys(("metric", "metrics", "scorer"), "task.match"),
-    **dict.fromkeys(("num_fewshot", "fewshot", "few_shot", "n_shot", "num_shots"), "task.shots"),
-    **dict.fromkeys(("guided_json", "schema", "json"), "sampling.json_schema"),
-    **dict.fromkeys(("v", "verbose"), "view"),
-    **dict.fromkeys(("m",), "-m (a sweep)"),
-}
+WORDS = _each({
+    "tp tp_size tensor_parallel_size num_gpus gpus": "parallel.tp_size",
+    "max_tokens max_completion_tokens n_predict max_gen_toks": "sampling.max_new_tokens",
+    "max_model_len max_seq_len ctx_size n_ctx": "model.context_length",
+    "gpu_memory_utilization mem_fraction": "cache.mem_fraction_static",
+    "max_num_seqs max_batch_size batch_size": "scheduler.max_running_requests",
+    "max_num_batched_tokens chunked_prefill_size": "scheduler.max_step_tokens",
+    "block_size": "cache.page_size",
+    "model_path model_id model_name_or_path checkpoint pretrained": "model.path",
+    "tokenizer tokenizer_name": "model.tokenizer_path",
+    "served_model_name alias": "serve.model_name",
+    "speculative_algorithm draft": "speculation.algorithm",
+    "lora lora_modules enable_lora adapters": "lora.paths",
+    "temp": "sampling.temperature",
+    "system system_prompt": "chat.system",
+    "input input_file prompt prompt_file i p file": "prompts",
+    "output output_file output_dir output_path o": "out",
+    "num_samples repeats n best_of num_return_sequences": "task.samples (of fengine eval)",
+    "tasks dataset": "task",
+    "metric metrics scorer": "task.match",
+    "num_fewshot fewshot few_shot n_shot num_shots": "task.shots",
+    "guided_json schema json": "sampling.json_schema",
+    "v verbose": "view",
+    "m": "-m (a sweep)",
+})  # fmt: skip
 WHOLE = {  # keys of which no part alone would tell
     "task.judge.model": "a run has one model, which judges; judge its outputs.jsonl in a run of the other model, with "
     "task.judge.response=answers.0.text",
@@ -67,33 +72,27 @@ OTHERS = {  # group -> what is done with none of its options
     "task": "any other: your rows by task=jsonl task.data=FILE, your task/NAME.yaml by --config-dir=DIR, lm-eval's by "
     "fengine lm-eval",
 }
-SWITCHES = {  # of other programs -> what does the same
-    "enforce_eager": "compile.cuda_graph=false",
-    "disable_cuda_graph": "compile.cuda_graph=false",
-    "disable_radix_cache": "cache=no_prefix",
-    "no_enable_prefix_caching": "cache=no_prefix",
+SWITCHES = _each({  # of other programs -> what does the same
+    "enforce_eager disable_cuda_graph": "compile.cuda_graph=false",
+    "disable_radix_cache no_enable_prefix_caching": "cache=no_prefix",
     "enable_prefix_caching": "nothing: prefixes are cached unless cache=no_prefix",
     "trust_remote_code": "nothing: code of a checkpoint is never run",
     "apply_chat_template": "chat=true",
     "enable_thinking": """chat.template_kwargs='{"enable_thinking": false}'""",
     "do_sample": "sampling=greedy, or sampling.temperature=1",
-    **dict.fromkeys(("num_beams", "use_beam_search", "beam_width"), "nothing: beam search is not built"),
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "model.quantization=fp8, or a checkpoint in AWQ or GPTQ"),
+    "num_beams use_beam_search beam_width": "nothing: beam search is not built",
+    "load_in_8bit load_in_4bit": "model.quantization=fp8, or a checkpoint in AWQ or GPTQ",
     "logit_bias": """a row's own: {"prompt": "...", "sampling": {"logit_bias": {"5": -1}}}""",
-    **dict.fromkeys(
-        ("tool_call_parser", "enable_auto_tool_choice"), "nothing: calls are read as the template writes them"
-    ),
+    "tool_call_parser enable_auto_tool_choice": "nothing: calls are read as the template writes them",
     "reasoning_parser": "nothing: what stands between <think> and </think> is told apart",
-    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), "nothing: there is no TLS; put a proxy in front"),
+    "ssl_keyfile ssl_certfile ssl_ca_certs": "nothing: there is no TLS; put a proxy in front",
     "runner": "model.is_embedding=true",
     "chat_template": "Engine(chat_template=…), or python -m fengine.launch_server --chat-template FILE",
     "log_requests": "serve.access_log=true, or python -m fengine.launch_server --log-requests",
-    **dict.fromkeys(
-        ("swap_space", "cpu_offload_gb"), "nothing: cache tiers and weights beyond the device are not built"
-    ),
+    "swap_space cpu_offload_gb": "nothing: cache tiers and weights beyond the device are not built",
     "speculative_config": "speculation=ngram, or speculation=eagle3 speculation.draft=PATH",
     "stream": "nothing: texts are shown as they grow, and a server streams where a request asks",
-}
+})  # fmt: skip
 
 
 def readable(word: str, multirun: bool, texts: Sequence[str] = ()) -> str:
@@ -173,18 +172,13 @@ def flag(words: Sequence[str], index: int, names: Sequence[str]) -> str:
     group = word.lstrip("-")
     told = other_name(word, names, value)
     if told is None and any(name.startswith(f"{group}.") for name in names):
-        told = f"write {chosen(group, value)}"
+        is_path = group == "model" and "/" in value  # of a model that is none of ours
+        told = f"write model.path={value}" if is_path else f"write {group}={value or 'OPTION'}"
     if told is None:
         tails = {name.rpartition(".")[2]: name for name in reversed(names)}
         near = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), tails, 1, 0.75)
         told = f"did you mean {tails[near[0]]}={value or 'VALUE'}?" if near else "--help lists all keys"
     return f"no option {word:.100}; settings are written key=value; {told}"
-
-
-def chosen(group: str, value: str) -> str:
-    """How an option of a group is written, or a model that is none of ours. Pure."""
-    given = f"{group}={value or 'OPTION'}"
-    return f"model.path={value}" if group == "model" and "/" in value else given
 
 
 def unreadable(word: str, problem: str, names: Collection[str] = ()) -> str:

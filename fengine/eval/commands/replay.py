@@ -21,7 +21,8 @@ from fengine.eval.tasks.task import DRAWN, Answer, Ask, Row, Task, judging
 
 # Sampling parameters by which logits are edited before a token is drawn, and the values that edit nothing. A prompt's
 # logprobs know no edits, so such answers are not re-scored.
-EDITS = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+EDITS: dict[str, Any] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+EDITS |= {"min_new_tokens": 0, "logit_bias": {}, "custom_params": {}}
 STOPS = ("stop", "stop_token_ids", "stop_regex", "max_new_tokens", "ignore_eos")
 
 
@@ -32,9 +33,6 @@ class Case:
     records: Records
     config: EvalConfig
     max_input: int
-
-    def asker(self, engine: Any) -> Asker:
-        return Asker(engine, self.config.top_logprobs, self.max_input, self.config.adapter)
 
 
 def replay(case: Case, order: Sequence[int], engine: Any, task: Task, rescore: bool = False) -> Found:
@@ -47,7 +45,7 @@ def replay(case: Case, order: Sequence[int], engine: Any, task: Task, rescore: b
 
 
 async def _replay(case: Case, order: Sequence[int], engine: Any, task: Task, rescore: bool) -> Found:
-    found, asker = Found(), case.asker(engine)
+    found, asker = Found(), Asker(engine, case.config.top_logprobs, case.max_input, case.config.adapter)
     one, left = _rescored if rescore else _asked, iter(order)
 
     async def work() -> None:
@@ -85,8 +83,8 @@ async def _rescored(case: Case, asker: Asker, task: Task, number: int, record: R
     asks += judging(task, row, list(map(asker.without_thoughts, asks, told)))
     for sample, (ask, answer) in enumerate(zip(asks, record["answers"], strict=True)):
         sampling = sampling_of(case.config, ask, row.id, sample)
-        part = None
-        if ask.kind in DRAWN and answer["output_ids"] and not _edited(sampling):
+        part, edited = None, any(sampling.get(name, value) not in (value, None) for name, value in EDITS.items())
+        if ask.kind in DRAWN and answer["output_ids"] and not edited:
             with suppress(ContextLengthError):  # of images: ids do not tell what room they take
                 part = await _read_again(asker, ask, answer, sampling)
         count += part is not None
@@ -101,11 +99,6 @@ async def _rescored(case: Case, asker: Asker, task: Task, number: int, record: R
     difference.tokens -= known
     difference.logprobs -= known
     found.add(number, difference, count)
-
-
-def _edited(sampling: dict[str, Any]) -> bool:
-    plain = all(sampling.get(name, value) in (value, None) for name, value in EDITS.items())
-    return not plain or bool(sampling.get("logit_bias")) or bool(sampling.get("custom_params"))
 
 
 async def _read_again(

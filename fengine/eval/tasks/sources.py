@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from fengine.core.json_text import parse_json
 from fengine.errors import InputFileError
@@ -32,15 +32,8 @@ REMEDIES = {  # for what is often tried
     "-": "rows are read twice and hashed, so that they must lie in a file: cat > rows.jsonl",
 }
 MAGIC = {b"\x1f\x8b": "gzip", b"PAR1": "parquet", b"PK\x03\x04": "zip", b"(\xb5/\xfd": "zstandard", b"BZh": "bzip2"}
+Line = tuple[int, int, bytes | None]  # number from 1; first byte in the file; without BOM and end, None if too long
 Parsed = tuple[int, dict[str, Any] | str]  # line; columns, or what is wrong
-
-
-class Line(NamedTuple):
-    """One line that holds something, without BOM and line end; `data` is None for one that is too long."""
-
-    number: int  # from 1
-    offset: int  # of its first byte in the file
-    data: bytes | None
 
 
 def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
@@ -123,7 +116,8 @@ def _open(path: Path, plain: bool) -> BinaryIO:
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[Line]:
-    """Reads at most MAX_LINE_BYTES of a line; closes `file`. Errors: InputFileError (unreadable, changed)."""
+    """Lines that hold something, at most MAX_LINE_BYTES of each. Closes `file`. Errors: InputFileError (unreadable,
+    changed)."""
     with file:
         before, number, offset = os.fstat(file.fileno()), 0, 0
         while True:
@@ -141,9 +135,9 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[Line]:
             mark = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
             data = line[mark:].removesuffix(b"\n").removesuffix(b"\r")
             if len(data) > MAX_LINE_BYTES:
-                yield Line(number, offset, None)
+                yield number, offset, None
             elif data.strip():
-                yield Line(number, offset + mark, data)
+                yield number, offset + mark, data
             offset += size
         after = os.fstat(file.fileno())
         if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
@@ -245,8 +239,8 @@ def _columns(read: OpenAIRequest, body: Any) -> dict[str, Any]:
         prompt = {"messages": chat.messages}
     else:
         refused, prompt = {}, _prompt(read, arguments)
-    refused |= {name: read.given[name] for name in ("echo", "bad_words", "allowed_token_ids", "stream")}
-    refused["truncate_prompt_tokens"] = read.given["truncate_prompt_tokens"]
+    given = ("echo", "bad_words", "allowed_token_ids", "stream", "truncate_prompt_tokens")
+    refused |= {name: read.given[name] for name in given}
     refused |= {"thinking_token_budget": read.given.get("thinking_token_budget") is not None}
     refused |= {"prompt_logprobs": read.given["prompt_logprobs"] is not None}
     refused |= {"add_special_tokens": read.given["add_special_tokens"] is (chat is not None)}

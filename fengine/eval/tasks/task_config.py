@@ -87,7 +87,7 @@ class TaskConfig(Tuples):
 
 def check(config: TaskConfig) -> list[str]:
     """Every problem that can be seen without reading the data, one line each. Pure."""
-    problems = {**_data(config), **_kind(config), **_of_kinds(config), **_shots(config), **_bounds(config)}
+    problems = _data(config) | _kind(config) | _of_kinds(config) | _bounds(config)
     return held(problems) + pattern_problems("task.extract", config.extract) + judge.check(config.judge)
 
 
@@ -128,24 +128,17 @@ def _kind(config: TaskConfig) -> dict[str, bool]:
 
 
 def _of_kinds(config: TaskConfig) -> dict[str, bool]:
-    """Problem -> whether it is one, of keys that would count for nothing. Pure."""
+    """Problem -> whether it is one, of keys that would count for nothing, of examples and groups. Pure."""
     generates, chooses = config.kind is TaskKind.generate, config.kind is TaskKind.choice
     compares = config.match not in (Match.none, TaskConfig.match) or config.extract is not None
-    selects = config.select is not TaskConfig.select
+    selects, shots = config.select is not TaskConfig.select, bool(config.shots)
     return {
         f"task.match and task.extract are for kind=generate; kind={config.kind.value} compares no texts": not generates
         and compares,
         "task.select says which match of task.extract counts: set that, too": selects and config.extract is None,
         "task.choices is for kind=choice": not chooses and config.choices != TaskConfig.choices,
-        "task.delimiter is for kind=choice and for task.shots": not (chooses or config.shots)
+        "task.delimiter is for kind=choice and for task.shots": not (chooses or shots)
         and config.delimiter != TaskConfig.delimiter,
-    }
-
-
-def _shots(config: TaskConfig) -> dict[str, bool]:
-    """Problem -> whether it is one, of examples and groups. Pure."""
-    shots = bool(config.shots)
-    return {
         "task.shots needs task.examples=FILE.jsonl and a template: task.prompt": shots
         and not (config.examples and config.prompt),
         f"task.shots and task.group_by are not for kind={config.kind.value}": config.kind is TaskKind.perplexity
