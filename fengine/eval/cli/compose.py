@@ -7,7 +7,6 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,7 +43,14 @@ def parse(argv: Sequence[str], schema: Schema | None = None) -> Namespace:
     parser.prog = program
     parser.usage = f"{program} [group=option] [key=value] ...        ({program} --help shows them)"
     next(a for a in parser._actions if a.dest == "version").version = f"fengine {fengine.__version__}"  # type: ignore[attr-defined]
-    parser.error = partial(_refuse_flag, list(argv), set(parser._option_string_actions), list(keys))
+
+    def refuse(message: str) -> NoReturn:
+        for index, word in enumerate(argv):
+            if word.startswith("-") and word.partition("=")[0] not in parser._option_string_actions:
+                raise ConfigError(mistakes.flag(argv, index, list(keys)))
+        raise ConfigError(message)
+
+    parser.error = refuse
     given = parser.parse_intermixed_args(list(argv))
     for word in given.overrides:
         if not word.partition("=")[0].strip():
@@ -59,14 +65,6 @@ def parse(argv: Sequence[str], schema: Schema | None = None) -> Namespace:
     if given.config_path or given.experimental_rerun:
         raise ConfigError("--config-path and --experimental-rerun are refused; use --config-dir DIR to add your files")
     return given
-
-
-def _refuse_flag(words: list[str], known: set[str], keys: list[str], message: str) -> NoReturn:
-    """Errors: ConfigError, always."""
-    for index, word in enumerate(words):
-        if word.startswith("-") and word.partition("=")[0] not in known:
-            raise ConfigError(mistakes.flag(words, index, keys))
-    raise ConfigError(message)
 
 
 def is_inspection(command: Namespace) -> bool:
@@ -232,9 +230,7 @@ def point_of(
         raise ConfigError(
             f"the config has no schema: begin the defaults of your own primary config with `- {schema.primary}`"
         )
-    checked = schema.assemble(dict(vars(run)))
-    if problems := schema.check(checked):
-        raise ConfigError("\n".join(problems))
+    checked = schema.assemble(vars(run))
     chosen = tuple((str(k), str(v)) for k, v in node.runtime.choices.items() if "hydra/" not in str(k))
     search = [Path(s.path.removeprefix("file://")) for s in node.runtime.config_sources if s.schema == "file"]
     launcher = str(node.runtime.choices["hydra/launcher"])

@@ -6,7 +6,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,16 +106,13 @@ def model_families() -> dict[str, list[str]]:
     return {title: list(family.models()) for title, family in FAMILIES.items()}
 
 
-class EngineCache:
+class EngineCache(AbstractContextManager["EngineCache"]):
     """At most one open engine, kept while consecutive points ask for an equal config. Closed at the end of `with`."""
 
     def __init__(self, open_: Callable[[EngineConfig], Any] | None = None) -> None:
         self._open = open_ or (lambda config: open_engine(config))
         self._config: EngineConfig | None = None
         self._engine: Any = None
-
-    def __enter__(self) -> "EngineCache":
-        return self
 
     def __exit__(self, *_: object) -> None:
         try:

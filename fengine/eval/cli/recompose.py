@@ -49,12 +49,9 @@ def restore(recorded: Mapping[str, Any], changes: Sequence[str], schema: Schema)
     try:
         for key, value in changed:
             OmegaConf.update(node, key, value)
-        config = schema.assemble(vars(OmegaConf.to_object(node)))
+        return schema.assemble(vars(OmegaConf.to_object(node)))
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error, schema)) from error
-    if problems := schema.check(config):
-        raise ConfigError("\n".join(problems))
-    return config
 
 
 def _literal(value: Any) -> Any:

@@ -45,10 +45,13 @@ class Schema:
         return self.kind.Keys  # type: ignore[attr-defined]
 
     def assemble(self, values: dict[str, Any]) -> Any:
-        """The config of these values of `keys`. Pure."""
+        """The config of these values of `keys`, checked. Pure. Errors: ConfigError with every problem."""
         names = {f.name for f in fields(EngineConfig)}
         engine = EngineConfig(**{name: value for name, value in values.items() if name in names})
-        return self.kind(engine=engine, **{name: value for name, value in values.items() if name not in names})
+        config = self.kind(engine=engine, **{name: value for name, value in values.items() if name not in names})
+        if problems := self.check(config):
+            raise ConfigError("\n".join(problems))
+        return config
 
 
 def _default(f: Field) -> Any:

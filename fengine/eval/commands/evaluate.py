@@ -3,7 +3,7 @@ A run of prompts is an evaluation that scores nothing. Exit codes stand in `feng
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -15,7 +15,7 @@ from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli import view
 from fengine.eval.cli.command import INTERRUPTED, OK, TERMINATED, composed
 from fengine.eval.cli.command import parse as parse_words
-from fengine.eval.cli.compose import jobs, parse, points
+from fengine.eval.cli.compose import jobs, parse
 from fengine.eval.cli.engines import EngineCache, model_directory
 from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import BadPoint, Point, Schema
@@ -27,7 +27,7 @@ from fengine.eval.runs.index import index_rows
 from fengine.eval.runs.output import BatchExport, Export
 from fengine.eval.runs.provenance import local_directory, source_digest, takes_images, template_digest
 from fengine.eval.runs.run import Ended, open_run, render_of, run_point
-from fengine.eval.runs.sweep import Work, guarded, how_to_go_on, run_sweep
+from fengine.eval.runs.sweep import Job, guarded, how_to_go_on, run_sweep
 from fengine.eval.tasks import drawn
 from fengine.eval.tasks.judge import Judged, judge_of, judged
 from fengine.eval.tasks.task import Task
@@ -81,25 +81,18 @@ CHATS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `fengine eval` with these arguments (default: those of this process) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-
-    def work(command: Namespace) -> int:
-        return go(command, EVAL, own_folders(jobs(command, EVAL)), partial(run_point, argv=words), words)
-
-    return composed(words, EVAL, work)
+    return composed(words, EVAL, lambda command: go(command, EVAL, run_point, words))
 
 
 def prompts(argv: Sequence[str]) -> int:
     """Runs `fengine` without a command's name, with these arguments, and returns the exit code."""
-    argv = with_prompts(argv)
-
-    def work(command: Namespace) -> int:
-        return go(command, RUN, [in_place(job) for job in jobs(command, RUN)], partial(run_prompts, argv=argv), argv)
-
-    return composed(argv, RUN, work)
+    words = with_prompts(argv)
+    return composed(words, RUN, lambda command: go(command, RUN, run_prompts, words))
 
 
-def go(command: Namespace, schema: Schema, found: Sequence[Point | BadPoint], run: Work, words: Sequence[str]) -> int:
-    """A run, or a sweep of them, each with `run`."""
+def go(command: Namespace, schema: Schema, work: Callable[..., Ended], words: Sequence[str]) -> int:
+    """A run, or a sweep of them, each by `work`."""
+    found, run = placed(jobs(command, schema), schema), partial(work, argv=words)
     with EngineCache() as engines:
         if len(found) > 1:
             return run_sweep(command, schema, found, engines, run, partial(run_alone, words))
@@ -111,15 +104,18 @@ def go(command: Namespace, schema: Schema, found: Sequence[Point | BadPoint], ru
         return code
 
 
-def own_folders(found: Sequence[Point | BadPoint]) -> list[Point | BadPoint]:
-    """The points with `out`, where it is given, as their folders: itself, or a folder in it for each of several. Pure
-    but for the working directory."""
-    own: list[Point | BadPoint] = []
-    for index, point in enumerate(found):
-        if isinstance(point, Point) and point.config.out is not None:
-            folder = Path(point.config.out).absolute()
-            point = replace(point, directory=folder / str(index) if len(found) > 1 else folder)
-        own.append(point)
+def placed(found: Sequence[Job], schema: Schema) -> list[Job]:
+    """The points with their folders as `out` has them, where it is given: the folder of an evaluation, or one in it for
+    each of several; of a run of prompts the one beside its output file."""
+    own = list(found)
+    for index, job in enumerate(found):
+        if isinstance(job, BadPoint) or (out := job.config.out) is None:
+            continue
+        if not schema.one_file:
+            folder = Path(out).absolute()
+            own[index] = replace(job, directory=folder / str(index) if len(found) > 1 else folder)
+        elif not (export := Export(out)).device:
+            own[index] = replace(job, directory=export.folder)
     return own
 
 
@@ -153,14 +149,6 @@ def builtin_rows(directory: Path) -> tuple[Any, ...]:
     roles = ("user", "assistant")
     talks = [[{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)] for turns in CHATS]
     return (*TEXTS, *({"messages": talk} for talk in talks if chats))
-
-
-def in_place(job: Point | BadPoint) -> Any:
-    """The point with the run folder beside its output file, where one is named."""
-    if isinstance(job, BadPoint) or job.config.out is None:
-        return job
-    export = Export(job.config.out)
-    return job if export.device else replace(job, directory=export.folder)
 
 
 def run_prompts(point: Point, engines: EngineCache, screen: view.QuietView, argv: Sequence[str]) -> Ended:
@@ -204,9 +192,7 @@ def batch_arguments(words: Sequence[str]) -> list[str]:
 
 def batch(argv: Sequence[str]) -> int:
     """Runs `fengine batch` and returns the exit code. Errors: FengineError."""
-    given = parse(batch_arguments(argv), RUN)
-    (point,) = points(given, RUN)
-    return go(given, RUN, [in_place(point)], partial(run_batch, argv=["batch", *argv]), argv)
+    return go(parse(batch_arguments(argv), RUN), RUN, run_batch, ["batch", *argv])
 
 
 def run_batch(point: Point, engines: EngineCache, screen: view.QuietView, argv: Sequence[str]) -> Ended:

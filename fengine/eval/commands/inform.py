@@ -139,8 +139,6 @@ def report(argv: Sequence[str]) -> int:
     name = "diff.html" if len(folders) == 2 else "report.html"
     folders = [folder if folder.is_dir() else runs_of(folder)[0] for folder in folders]  # that of an output file
     out: Path = words.options.get("out", folders[0] / name)
-    for folder in folders:
-        runs_of(folder)
     given = words.options
     content = page(report_data(folders, most_rows=given.get("rows", 1000), megabytes=given.get("megabytes", 5.0)))
     write_file(out, content)

@@ -2,7 +2,7 @@
 look for models of other packages (up to 0.4.13); the words are all lm-eval's. No torch is needed to start it."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from fengine.errors import MissingExtraError
@@ -16,22 +16,13 @@ model_args are the arguments of fengine.eval.harness.lm_eval_model.FengineLM and
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the words behind `fengine lm-eval` (default: those of this process) and returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+def main(words: Sequence[str]) -> int:
+    """Runs the words behind `fengine lm-eval` and returns the exit code."""
     return command.run(USAGE, lambda _: evaluate(words), words[:1])
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """Errors: MissingExtraError, and whatever the evaluation raises."""
-    cli_evaluate = load()
-    sys.argv = ["lm-eval", *words]  # where lm-eval reads them
-    cli_evaluate()
-    return command.OK
-
-
-def load() -> Callable[[], None]:
-    """lm-eval's command line, which knows fengine now. Errors: MissingExtraError."""
+    """lm-eval's command line, which knows fengine. Errors: MissingExtraError, and whatever the evaluation raises."""
     try:
         from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
         from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
@@ -41,8 +32,6 @@ def load() -> Callable[[], None]:
 
     with suppress(ValueError):  # a later release has found it by its entry point already
         register_model("fengine")(FengineLM)
-    return cli_evaluate
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.argv = ["lm-eval", *words]  # where lm-eval reads them
+    cli_evaluate()
+    return command.OK

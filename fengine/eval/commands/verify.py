@@ -17,18 +17,8 @@ from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.engines import EngineCache, model_directory
 from fengine.eval.cli.recompose import restore
 from fengine.eval.cli.view import clean, clock, count, place, say
-from fengine.eval.commands.layouts import (
-    COUNTERS,
-    HEAD,
-    LAYOUTS,
-    Found,
-    Layout,
-    LayoutVerdict,
-    judged,
-    layout,
-    sizes_of,
-    whole,
-)
+from fengine.eval.commands import layouts
+from fengine.eval.commands.layouts import LAYOUTS, Found, Layout, LayoutVerdict
 from fengine.eval.commands.replay import Case, replay
 from fengine.eval.commands.rerun import base_of
 from fengine.eval.runs import manifest, provenance
@@ -117,7 +107,7 @@ class Verification:
         say(f"{place(str(self.records.folder))}: {count(len(self.numbers), 'row')}{part}")
         say(*(f"note: {note}" for note in self.notes))
         started, console = now(), Console(highlight=False, markup=False, emoji=False)
-        tell(console, [HEAD], "bold")
+        tell(console, [layouts.HEAD], "bold")
         for name in self.names:
             with console.status(Text(self._progress(name), style="dim")) if console.is_terminal else nullcontext():
                 verdict = self._layout(name)
@@ -126,7 +116,7 @@ class Verification:
             tell(console, verdict.lines, ink, "dim")
             if first is not None:
                 say(*row_lines(first, ("recorded", "computed")))
-        verdict, good = whole(self.verdicts, self.records.damaged)
+        verdict, good = layouts.whole(self.verdicts, self.records.damaged)
         write_file(self.out, self.as_dict(verdict, good, started))
         say(f"verdict: {verdict}; in {place(str(self.out))}")
         return OK if good else DIFFERS
@@ -159,9 +149,9 @@ class Verification:
         """Errors: EngineDeadError, EngineClosedError, StorageError; whatever opening the run's own engine raises."""
         known = self.records.result.get("prompt_tokens")
         prompt = self.prompt or (known if type(known) is int else 0) // max(1, len(self.records))
-        sizes = sizes_of(self.in_force, len(self.numbers), prompt, self.longest or self._longest_recorded())
-        one, begun = layout(name, self.config.engine, sizes), time.perf_counter()
-        found, counted = Found(), dict.fromkeys(COUNTERS, 0)
+        sizes = layouts.sizes_of(self.in_force, len(self.numbers), prompt, self.longest or self._longest_recorded())
+        one, begun = layouts.layout(name, self.config.engine, sizes), time.perf_counter()
+        found, counted = Found(), dict.fromkeys(layouts.COUNTERS, 0)
         try:
             engine = self.engines.get(one.config)
             found, counted = self._compute(one, engine, self.case or self._meet(engine))
@@ -171,7 +161,7 @@ class Verification:
             if one.config == self.config.engine:
                 raise
             found.failed, found.error = len(self.numbers), f"{type(error).__name__}: {error}"
-        return judged(one, found, counted, time.perf_counter() - begun)
+        return layouts.judged(one, found, counted, time.perf_counter() - begun)
 
     def _longest_recorded(self) -> int:
         """Tokens of the longest row, as far as timings.jsonl tells; a row may be several requests."""
@@ -197,7 +187,7 @@ class Verification:
         if found.requests:
             self.longest, self.prompt = max(self.longest, found.longest), found.prompt_tokens // found.requests
         after = engine.stats()
-        return found, {name: after.get(name, 0) - before.get(name, 0) for name in COUNTERS}
+        return found, {name: after.get(name, 0) - before.get(name, 0) for name in layouts.COUNTERS}
 
     # -- what the run depended on --------------------------------------------------------------------------------------
 

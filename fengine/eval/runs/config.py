@@ -63,8 +63,7 @@ class SamplingConfig(Tuples, _Sampling):
 
     def as_dict(self) -> dict[str, Any]:
         """The mapping that `Engine.generate` takes. Pure."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)

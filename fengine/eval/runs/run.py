@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -217,8 +217,7 @@ class Run:
         self.record["result"] = None
         self.folder.write(MANIFEST, self.record)
         path = None if config.trace is TraceKind.off else self.folder.path / "trace.json"
-        sync = {"sync_seconds": config.journal.sync_seconds, "sync_rows": config.journal.sync_rows}
-        steps = config.trace is TraceKind.steps
+        sync, steps = asdict(config.journal), config.trace is TraceKind.steps
         with Journal(self.folder.path / JOURNAL, **sync) as journal, Trace(path, len(sessions), steps=steps) as trace:
             job = Job(config, task, self.rows, self.table, journal, trace, len(sessions), self.export is not None)
             with engine.steps_told(trace.step) if steps else nullcontext():
