@@ -18,7 +18,7 @@ from eval_fakes import ROWS, Run, fake_runs, next_float32, records, refused, rew
 
 from fengine import run
 from fengine.errors import StorageError
-from fengine.eval.runs.compare import compare, compare_row, edges, flipped_bits, hex_bits
+from fengine.eval.runs.compare import compare, compare_row, flipped_bits, hex_bits
 from fengine.eval.runs.journal import Entry, encode, scan
 from fengine.eval.runs.records import Records, pairs_of, runs_of
 
@@ -140,7 +140,7 @@ def test_all_rows_against_brute_force() -> None:
         found.histogram
     )
     assert found.largest_delta == max(deltas)
-    for (low, high), number in zip(edges(), found.histogram, strict=True):
+    for low, high, number in found.bins():
         assert number == sum(low <= d < (high or math.inf) for d in deltas if d)
     differences = [b["scores"]["m"] - a["scores"]["m"] for a, b in both]
     assert math.isclose(found.metrics["m"].value, sum(differences) / len(differences))

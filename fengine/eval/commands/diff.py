@@ -9,7 +9,7 @@ from fengine.errors import ConfigError, StorageError
 from fengine.eval.cli import command
 from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.view import count, place, say
-from fengine.eval.runs.compare import Comparison, compare, edges, row_lines
+from fengine.eval.runs.compare import Comparison, compare, row_lines
 from fengine.eval.runs.manifest import listed
 from fengine.eval.runs.records import Records, causes, pairs_of, runs_of
 
@@ -83,7 +83,11 @@ def lines(a: Records, b: Records, found: Comparison, show: int) -> list[str]:
         if number:
             more = ", ..." if number > len(ids[:5]) else ""
             told.append(f"only in {name}: {count(number, 'row')}: {', '.join(map(repr, ids[:5]))}{more}")
-    told += [*_deltas(found), *_metrics(found), *_causes(a, b, found)]
+    told += [*_deltas(found), *_metrics(found)]
+    if keys := causes(a, b):
+        told += ["manifests: what differs in what the runs depend on (A → B)", listed(keys)]
+    elif not found.same:
+        told.append("manifests: the runs depend on the same things, so that their records should be the same")
     for one in found.firsts[:show]:
         told += row_lines(one, ("A", "B"))
     if found.differing_rows > show:
@@ -111,7 +115,7 @@ def _deltas(found: Comparison) -> list[str]:
         f"token {token}"
     ]
     most = max(found.histogram)
-    for (low, high), number in zip(edges(), found.histogram, strict=True):
+    for low, high, number in found.bins():
         if number:
             span = f"{low:.0e} to {high:.0e}" if high is not None else f"from {low:.0e}"
             told.append(f"   {span:>14}  {'█' * -(-number * 32 // most)} {number:,}")
@@ -127,10 +131,3 @@ def _metrics(found: Comparison) -> list[str]:
             f"{count(delta.n, 'row')}{ways})"
         )
     return told
-
-
-def _causes(a: Records, b: Records, found: Comparison) -> list[str]:
-    keys = causes(a, b)
-    if not keys and not found.same:
-        return ["manifests: the runs depend on the same things, so that their records should be the same"]
-    return ["manifests: what differs in what the runs depend on (A → B)", listed(keys)] if keys else []

@@ -15,7 +15,7 @@ import fengine
 from fengine.errors import FengineError, StorageError
 from fengine.eval.report import facts, rows, schedule, sweep
 from fengine.eval.report.facts import cut, number, plain, public, script_json, size, told
-from fengine.eval.runs.compare import RowDifference, compare, edges
+from fengine.eval.runs.compare import RowDifference, compare
 from fengine.eval.runs.folder import read_object
 from fengine.eval.runs.manifest import now
 from fengine.eval.runs.provenance import local_directory
@@ -112,7 +112,9 @@ def compared(a: Records, b: Records, budget: int) -> dict[str, Any]:
     pairs = {}
     for mine, its in pairs_of(a, b) if wanted else ():
         if mine is not None and its is not None and mine["id"] in wanted:
-            pairs[mine["id"]] = _pair(mine, its, budget // len(wanted))
+            pairs[mine["id"]] = None  # cut alike, where both fit
+            with suppress(*rows.STRANGE):
+                pairs[mine["id"]] = rows.fitted([mine, its], 0, budget // len(wanted))
             if len(pairs) == len(wanted):
                 break
     told = found.as_dict()
@@ -122,7 +124,7 @@ def compared(a: Records, b: Records, budget: int) -> dict[str, Any]:
         "metrics": {cut(name, 100): plain(delta) for name, delta in told["metrics"].items()},
         "only_a_ids": [cut(one, 200) for one in found.only_a_ids[:20]],
         "only_b_ids": [cut(one, 200) for one in found.only_b_ids[:20]],
-        "histogram": [[low, high, count] for (low, high), count in zip(edges(), found.histogram, strict=True)],
+        "histogram": list(map(list, found.bins())),
         "causes": [cut(_shown(line), 600) for line in causes(a, b)[:200]],
         "firsts": [_first(one, pairs.get(one.id)) for one in found.firsts],
     }
@@ -140,14 +142,6 @@ def _first(one: RowDifference, pair: list[dict[str, Any]] | None) -> dict[str, A
     sides = [{"token": s.token, "logprob": number(s.logprob, 12), "bits": s.bits} for s in both]
     found = {"id": cut(one.id, 200), "token": token, "logprob": logprob, "sides": sides or None, "pair": pair}
     return found | {"other": [cut(name, 100) for name in one.other], "largest": number(one.largest[0], 9)}
-
-
-def _pair(a: dict[str, Any], b: dict[str, Any], allowance: int) -> list[dict[str, Any]] | None:
-    """Both records, cut alike; None if they do not fit."""
-    try:
-        return rows.fitted([a, b], 0, allowance)
-    except rows.STRANGE:
-        return None
 
 
 STYLES = ("page.css", "views.css")
@@ -184,25 +178,19 @@ def texts(
     none, why not."""
     from fengine.tokenizer.tokenizer import Tokenizer
 
-    config, model = identity["config"], identity.get("model") or {}
+    config, model, ids_told = identity["config"], identity.get("model") or {}, "so that tokens are shown by their ids"
     path = str(config.get("model.tokenizer_path") or config.get("model.path") or "")
     files = model.get("tokenizer_files") or model.get("files") or (in_force or {}).get("model_files")
+    recorded = files.get(FILE, ...) if isinstance(files, dict) else ...
     directory = _directory(path, config.get("model.revision"))
     if directory is None:
-        return {}, f"the tokenizer of {public(path)!r} is not on this machine, so that tokens are shown by their ids"
+        return {}, f"the tokenizer of {public(path)!r} is not on this machine, {ids_told}"
     try:
-        if (
-            isinstance(files, dict)
-            and FILE in files
-            and files[FILE] != hashlib.sha256((directory / FILE).read_bytes()).hexdigest()
-        ):
-            return (
-                {},
-                f"{public(str(directory / FILE))} has changed since the run, so that tokens are shown by their ids",
-            )
+        if recorded is not ... and recorded != hashlib.sha256((directory / FILE).read_bytes()).hexdigest():
+            return {}, f"{public(str(directory / FILE))} has changed since the run, {ids_told}"
         tokenizer = Tokenizer.from_directory(directory)
     except (OSError, FengineError) as error:
-        return {}, f"the tokenizer of {public(path)!r} cannot be read, so that tokens are shown by their ids: {error}"
+        return {}, f"the tokenizer of {public(path)!r} cannot be read, {ids_told}: {error}"
     return _pieces(tokenizer.decoding.data, ids, budget), None
 
 

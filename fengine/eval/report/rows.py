@@ -162,7 +162,7 @@ def item(record: dict[str, Any], place: int, cap: int | None = None) -> dict[str
         "n": place,
         "s": kind_of(record),
         "i": cut(record["id"], ID),
-        "d": _columns(record, {prompt for prompt in prompts if isinstance(prompt, str)}, cap),
+        "d": _columns(record, {prompt for prompt in prompts if isinstance(prompt, str)}, cap, most),
         "p": [cut(p, most) if isinstance(p, str) else list(map(_token, p[:cap])) for p in prompts],
         "a": answers,
         "sc": {cut(k, ID): _score(v, most) for k, v in list(record.get("scores", {}).items())[:cap]},
@@ -172,9 +172,8 @@ def item(record: dict[str, Any], place: int, cap: int | None = None) -> dict[str
     return shown | ({} if cap is None else {"cut": 1})
 
 
-def _columns(record: dict[str, Any], texts: set[str], cap: int | None) -> list[list[str]]:
+def _columns(record: dict[str, Any], texts: set[str], cap: int | None, most: int | None) -> list[list[str]]:
     """Those that tell more than id and prompts, `texts`. Pure."""
-    most = None if cap is None else CHARS * cap
     columns = [(k, v) for k, v in (record.get("data") or {}).items() if v not in (record["id"], None)]
     kept = [(k, _BASE64.sub(_bytes_told, told(v))) for k, v in columns[:cap] if not (isinstance(v, str) and v in texts)]
     return [[cut(k, ID), cut(text, most)] for k, text in kept]

@@ -20,7 +20,8 @@ _ROW = re.compile(r"(\d+)@(\d+)\+(\d+)")
 _DRAFTED = re.compile(r"(\d+):(\d+)")
 _PAGES = re.compile(r"(\d+):(\d+):(\d+):([\d,-]*)")
 PHASES = ("queue", "prefill", "decode")
-GUESSES = ("guess", "right")  # of a step's tokens those that were guesses, and of these those that were drawn
+# What is told of each step; at last, of its tokens those that were guesses, and of these those that were drawn.
+COLUMNS = ("n", "t", "d", "k", "tok", "row", "run", "wait", "held", "idle", "guess", "right")
 Run = tuple[int, int]  # pages that are neighbours: the first, and how many
 
 
@@ -29,11 +30,7 @@ class TraceSession:
     """One process of a run."""
 
     number: int
-    steps: dict[str, list[int]] = field(
-        default_factory=lambda: {
-            k: [] for k in ("n", "t", "d", "k", "tok", "row", "run", "wait", "held", "idle", *GUESSES)
-        }
-    )
+    steps: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     pool: int = 0  # pages that there are
     requests: list[dict[str, Any]] = field(default_factory=list)  # seg, pre (steps at which it was preempted), row, id
     holds: list[list[int]] = field(default_factory=list)

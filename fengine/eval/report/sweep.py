@@ -117,22 +117,15 @@ def _folded(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         metrics = {metric["name"]: metric for metric in one["metrics"]}
         status = "ok" if one["finished"] else "not at its end"
         told_of.append(PointStatus(one["name"], None, status, None, one["rows"], one["counts"]["failed"], metrics))
-    firsts = {without_seed(one["name"]): one for one in reversed(points)}
-    kept = {
-        name: {"task": one["task"], "values": [pair for pair in one["values"] if pair[0] != "seed"]}
-        for name, one in firsts.items()
-    }
+    firsts, folded = {without_seed(one["name"]): one for one in reversed(points)}, []
     beyond = {metric["name"] for one in points for metric in one["metrics"] if not _within(metric)}
-    return [
-        {"name": one.point, "folder": "", "problem": None, **kept[one.point.rpartition("  ")[0]]}
-        | {"finished": one.status == "ok", "rows": one.rows, "counts": {"failed": one.failed}}
-        | {
-            "metrics": [
-                _over_seeds(metric, metric["name"] not in beyond) for metric in figures({"metrics": one.metrics})
-            ]
-        }
-        for one in over_seeds(told_of)
-    ]
+    for one in over_seeds(told_of):
+        first, shown = firsts[one.point.rpartition("  ")[0]], figures({"metrics": one.metrics})
+        values = [pair for pair in first["values"] if pair[0] != "seed"]
+        found = {"name": one.point, "folder": "", "problem": None, "task": first["task"], "values": values}
+        found |= {"finished": one.status == "ok", "rows": one.rows, "counts": {"failed": one.failed}}
+        folded.append(found | {"metrics": [_over_seeds(metric, metric["name"] not in beyond) for metric in shown]})
+    return folded
 
 
 def _within(metric: dict[str, Any]) -> bool:

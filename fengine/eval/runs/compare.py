@@ -217,18 +217,17 @@ class Comparison(Counts):
             insort(self.firsts, found, key=lambda one: one.rank)
             del self.firsts[keep:]
 
+    def bins(self) -> list[tuple[float, float | None, int]]:
+        """|Δlogprob| from and to of every bin of the histogram, of which the last one is open, and its count. Pure."""
+        return list(zip(EDGES, (*EDGES[1:], None), self.histogram, strict=True))
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values. Pure."""
         firsts = [found.as_dict() | {"largest_delta": found.largest[0]} for found in self.firsts]
         plain = {name: value for name, value in vars(self).items() if name not in ("firsts", "metrics", "histogram")}
-        bins = [{"from": low, "to": high, "count": n} for (low, high), n in zip(edges(), self.histogram, strict=True)]
+        bins = [{"from": low, "to": high, "count": count} for low, high, count in self.bins()]
         metrics = {name: delta.as_dict() for name, delta in self.metrics.items()}
         return {"same": self.same, **plain, "histogram": bins, "metrics": metrics, "firsts": firsts}
-
-
-def edges() -> list[tuple[float, float | None]]:
-    """|Δlogprob| from and to of every bin of the histogram; the last one is open. Pure."""
-    return list(zip(EDGES, (*EDGES[1:], None), strict=True))
 
 
 def compare(pairs: Iterable[tuple[Record | None, Record | None]], keep: int = 20) -> Comparison:
