@@ -167,16 +167,16 @@ def test_bos_is_added_once() -> None:
     bos, text = tokenizer.bos_id, tokenizer.special_tokens["bos_token"]
     plain = tokenizer.encode("Hello", add_special_tokens=False)
     for add, wanted in ((None, [bos, *plain]), (True, [bos, *plain]), (False, plain)):
-        texts = Texts(tokenizer, 1024, add)
+        texts = Texts(tokenizer, add)
         assert texts.encode("Hello") == wanted and texts.encode(text + "Hello") == [bos, *plain]
         assert texts.encode("Hello", add_special_tokens=False) == plain
-        assert texts.first() == bos and Texts(tokenizer, 1024, add, 7).first() == 7
-    assert len(Texts(tokenizer, 1024).encode("word " * 50_000)) > 50_000  # documents longer than any context
+        assert texts.first() == bos and Texts(tokenizer, add, 7).first() == 7
+    assert len(Texts(tokenizer).encode("word " * 50_000)) > 50_000  # documents longer than any context
 
 
 def test_chats(llm: Engine) -> None:
     assert llm.tokenizer is not None
-    texts = Texts(llm.tokenizer, 96)
+    texts = Texts(llm.tokenizer)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes, and"}]
     assert texts.chat(turns[:1], True) == llm.apply_chat_template(turns[:1])
     assert texts.chat(turns, False).endswith("Yes, and")
@@ -187,7 +187,7 @@ def test_chats(llm: Engine) -> None:
     with pytest.raises(ConfigError, match="hf_chat_template_name=other; there are: default"):
         texts.template("other")
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}"
-    strict = Texts(llm.tokenizer.with_chat_template(refusing), 96)
+    strict = Texts(llm.tokenizer.with_chat_template(refusing))
     assert strict.chat([{"role": "system", "content": "Be brief."}, *turns[:1]], True) == "Hi"
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,25 +23,16 @@ logger = logging.getLogger(__name__)
 def open_engine(model: str | Engine, harness: str, settings: dict[str, Any]) -> Engine:
     """A new engine with these fields of ServerArgs; or `model` itself, which then takes no settings. Errors:
     UnknownParameterError, ConfigError, ModelLoadError and kinds, UnsupportedFeatureError (no text comes of it)."""
-    if isinstance(model, Engine):
-        if settings:
-            raise ConfigError(f"{', '.join(settings)} cannot be set on an engine that runs already")
-        refuse_without_text(model, harness)
-        return model
-    engine = Engine(model_path=model, **settings)
-    try:
-        refuse_without_text(engine, harness)
-    except BaseException:
-        engine.shutdown()
-        raise
+    if isinstance(model, Engine) and settings:
+        raise ConfigError(f"{', '.join(settings)} cannot be set on an engine that runs already")
+    engine = model if isinstance(model, Engine) else Engine(model_path=model, **settings)
+    generates = engine.tokenizer_manager.is_generation
+    if not generates or engine.tokenizer is None:
+        if engine is not model:
+            engine.shutdown()
+        lacks = "a tokenizer, and skip_tokenizer_init is on" if generates else "a model that generates text"
+        raise UnsupportedFeatureError(f"{harness} needs {lacks}")
     return engine
-
-
-def refuse_without_text(engine: Engine, harness: str) -> None:
-    if not engine.tokenizer_manager.is_generation:
-        raise UnsupportedFeatureError(f"{harness} needs a model that generates text")
-    if engine.tokenizer is None:
-        raise UnsupportedFeatureError(f"{harness} needs a tokenizer, and skip_tokenizer_init is on")
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:
@@ -74,7 +66,6 @@ class Texts:
     `prefix` stands before the first token of a text without context, in place of bos or eos."""
 
     tokenizer: Tokenizer
-    context_length: int
     add_bos: bool | None = None
     prefix: int | None = None
     chat_values: dict[str, Any] = field(default_factory=dict)  # what chat templates are given besides the chat
@@ -90,16 +81,18 @@ class Texts:
         eos = self.tokenizer.backend.token_to_id(self.tokenizer.special_tokens.get("eos_token", ""))
         return min(self.tokenizer.eos_ids, default=None) if eos is None else eos
 
-    @property
-    def eot_text(self) -> str | None:
-        return None if self.eot is None else self.tokenizer.decode([self.eot], skip_special_tokens=False)
-
     def first(self) -> int:
         """The id before a text's first. Errors: InvalidRequestError if there is none."""
         for token in (self.prefix, self.tokenizer.bos_id, self.eot):
             if token is not None:
                 return token
         raise InvalidRequestError("the tokenizer has neither bos nor eos to begin a text with; give prefix_token_id")
+
+    @cached_property
+    def _begin(self) -> str:
+        with suppress(InvalidRequestError):
+            return self.tokenizer.decode([self.first()], skip_special_tokens=False)
+        return ""
 
     def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Ids of a text. Unless told, with the tokenizer's special tokens, or as `add_bos` says, but none before a text
@@ -108,18 +101,10 @@ class Texts:
             raise InvalidRequestError(f"a text must be a string, got {type(text).__name__}")
         if add_special_tokens is not None:
             return self.unlimited.encode(text, add_special_tokens=add_special_tokens)
-        begins = self._begin is not None and text.startswith(self._begin)
+        begins = self._begin != "" and text.startswith(self._begin)
         ids = self.unlimited.encode(text, add_special_tokens=self.add_bos is not False and not begins)
         bos = self.tokenizer.bos_id
         return [bos, *ids] if self.add_bos and not begins and bos is not None and ids[:1] != [bos] else ids
-
-    @cached_property
-    def _begin(self) -> str | None:
-        ids = (self.prefix, self.tokenizer.bos_id, self.eot)
-        return next(
-            (self.tokenizer.decode([token], skip_special_tokens=False) or None for token in ids if token is not None),
-            None,
-        )
 
     def chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
         """A chat as text; without a generation prompt its last message is left open, for the model to go on with it.

@@ -22,35 +22,15 @@ from fengine.errors import (
     MissingExtraError,
     UnsupportedFeatureError,
 )
+from fengine.eval.harness import inspect_requests as reads
 from fengine.eval.harness.engine import open_engine
-from fengine.eval.harness.inspect_requests import (
-    DEFAULT_MAX_TOKENS,
-    logprob_arguments,
-    raw_prompt,
-    sampling_of,
-    template_message,
-    tool_schemas,
-)
 from fengine.eval.runs.manifest import row_seed
 from fengine.server.output_parser import Delta, parse_output
 from fengine.server.tool_calls import Format, new_call_id, require_format
 
 try:
+    from inspect_ai import model as ai
     from inspect_ai.log._samples import sample_active
-    from inspect_ai.model import (
-        ChatCompletionChoice,
-        ChatMessage,
-        ChatMessageAssistant,
-        ContentReasoning,
-        ContentText,
-        GenerateConfig,
-        Logprob,
-        Logprobs,
-        ModelAPI,
-        ModelOutput,
-        ModelUsage,
-        TopLogprob,
-    )
     from inspect_ai.tool import ToolCall, ToolChoice, ToolInfo
 except ImportError as error:
     raise MissingExtraError.of("FengineAPI", "inspect_ai", "inspect-ai") from error
@@ -58,7 +38,7 @@ except ImportError as error:
 NAME_ONLY = "__model_info_lookup__"  # inspect-ai's api_key of a provider that is made for its name alone
 
 
-class FengineAPI(ModelAPI):
+class FengineAPI(ai.ModelAPI):
     """Model arguments (`-M name=value`): `use_chat_template=false` gives the text of a single user message to the model
     as it is; `chat_template_args` are variables of the template (`enable_thinking`, too); the rest are the arguments of
     `fengine.Engine` (`context_length`, `random_seed`, `chat_template` …). Errors at construction: ConfigError,
@@ -66,10 +46,10 @@ class FengineAPI(ModelAPI):
 
     def __init__(
         self, model_name: str, base_url: str | None = None, api_key: str | None = None,
-        config: GenerateConfig | None = None, use_chat_template: bool = True,
+        config: ai.GenerateConfig | None = None, use_chat_template: bool = True,
         chat_template_args: dict[str, Any] | None = None, enable_thinking: bool | None = None, **settings: Any,
     ) -> None:  # fmt: skip
-        config = GenerateConfig() if config is None else config
+        config = ai.GenerateConfig() if config is None else config
         super().__init__(model_name=model_name, base_url=base_url, api_key=api_key, config=config)
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.chat_values = {**(chat_template_args or {}), **thinking}
@@ -83,7 +63,7 @@ class FengineAPI(ModelAPI):
             raise UnsupportedFeatureError("fengine runs in this process: leave base_url and api_key out")
         if not isinstance(use_chat_template, bool):
             raise ConfigError(f"use_chat_template must be true or false, got {use_chat_template!r}")
-        sampling_of(config)
+        reads.sampling_of(config)
         self._engine = open_engine(model_name, "inspect-ai", settings)
         self._closer = weakref.finalize(self, self._engine.shutdown)  # at the latest when the process ends
         if use_chat_template and not self.engine.tokenizer.chat_templates:  # type: ignore[union-attr]
@@ -106,7 +86,7 @@ class FengineAPI(ModelAPI):
     # -- what inspect-ai asks about a provider -------------------------------------------------------------------------
 
     def max_tokens(self) -> int | None:
-        return DEFAULT_MAX_TOKENS
+        return reads.DEFAULT_MAX_TOKENS
 
     def max_connections(self) -> int:
         """Without adaptive connections: as many as the engine runs together."""
@@ -131,29 +111,29 @@ class FengineAPI(ModelAPI):
     # -- generate ------------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
-    ) -> ModelOutput:
+        self, input: list[ai.ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: ai.GenerateConfig
+    ) -> ai.ModelOutput:
         """One call. A prompt that the context does not hold ends with the stop reason model_length. Errors:
         InvalidRequestError and kinds, UnsupportedFeatureError; AbortedError."""
-        sampling, form = sampling_of(config), self._tool_form(tools, tool_choice)
+        sampling, form = reads.sampling_of(config), self._tool_form(tools, tool_choice)
         try:
             ids = self._prompt(input, tools if form else [], config)
-            asked = DEFAULT_MAX_TOKENS if config.max_tokens is None else config.max_tokens
+            asked = reads.DEFAULT_MAX_TOKENS if config.max_tokens is None else config.max_tokens
             room = self.engine.tokenizer_manager.context_len - len(ids)
             sampling |= {"max_new_tokens": min(asked, max(room, 0))}
             outputs = await self._ask(ids, sampling | self._seed(ids, sampling), config)
         except ContextLengthError as error:
-            return ModelOutput.from_content(self.model_name, str(error), "model_length", str(error))
+            return ai.ModelOutput.from_content(self.model_name, str(error), "model_length", str(error))
         opened = self.use_chat_template and self._tokenizer.decode(ids[-8:], False).rstrip().endswith("<think>")
         calls_before = sum(len(m.tool_calls or []) for m in input if m.role == "assistant")
-        functions = [tool["function"] for tool in tool_schemas(tools)]
+        functions = [tool["function"] for tool in reads.tool_schemas(tools)]
         read = partial(parse_output, form=form, thinks=True, opened=opened, functions=functions)
         call_id = lambda name, i: new_call_id(form, name, calls_before + i, str(calls_before + i))  # noqa: E731
         choices = [self._choice(output, config, read, room < asked, call_id) for output in outputs]
         written = sum(output["meta_info"]["completion_tokens"] for output in outputs)
         # Prompt tokens that were found in the prefix cache are not told apart: that would depend on the neighbours.
-        usage = ModelUsage(input_tokens=len(ids), output_tokens=written, total_tokens=len(ids) + written)
-        return ModelOutput(model=self.model_name, choices=choices, usage=usage)
+        usage = ai.ModelUsage(input_tokens=len(ids), output_tokens=written, total_tokens=len(ids) + written)
+        return ai.ModelOutput(model=self.model_name, choices=choices, usage=usage)
 
     def _tool_form(self, tools: list[ToolInfo], choice: ToolChoice) -> Format | None:
         """How the template writes tool calls; None if there are no tools to be used."""
@@ -166,16 +146,16 @@ class FengineAPI(ModelAPI):
         templates = self._tokenizer.chat_templates
         return require_format(templates.get("tool_use", templates.get("default")))
 
-    def _prompt(self, input: list[ChatMessage], tools: list[ToolInfo], config: GenerateConfig) -> list[int]:
+    def _prompt(self, input: list[ai.ChatMessage], tools: list[ToolInfo], config: ai.GenerateConfig) -> list[int]:
         if not self.use_chat_template:
-            prompt = raw_prompt(input)
+            prompt = reads.raw_prompt(input)
             ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             if not ids:
                 raise InvalidRequestError("the prompt is empty and this model has no bos token to start from")
             return ids
-        messages = [template_message(one, f"messages[{i}]") for i, one in enumerate(input)]
+        messages = [reads.template_message(one, f"messages[{i}]") for i, one in enumerate(input)]
         values = {**self.chat_values, **((config.extra_body or {}).get("chat_template_kwargs") or {})}
-        values |= {"tools": tool_schemas(tools)} if tools else {}
+        values |= {"tools": reads.tool_schemas(tools)} if tools else {}
         return self._tokenizer.encode_chat(messages, add_generation_prompt=True, **values)
 
     def _seed(self, ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
@@ -190,13 +170,13 @@ class FengineAPI(ModelAPI):
         count, counter[text] = counter[text], counter[text] + 1
         return {"sampling_seed": row_seed(self.engine.config.random_seed, text, count)}
 
-    async def _ask(self, ids: list[int], sampling: dict[str, Any], config: GenerateConfig) -> list[dict[str, Any]]:
+    async def _ask(self, ids: list[int], sampling: dict[str, Any], config: ai.GenerateConfig) -> list[dict[str, Any]]:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             raise UnsupportedFeatureError("fengine needs asyncio; leave INSPECT_ASYNC_BACKEND=trio out") from None
         found: Any = await self.engine.async_generate(
-            input_ids=ids, sampling_params=sampling, **logprob_arguments(config)
+            input_ids=ids, sampling_params=sampling, **reads.logprob_arguments(config)
         )
         outputs = found if isinstance(found, list) else [found]
         for output in outputs:
@@ -208,9 +188,9 @@ class FengineAPI(ModelAPI):
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _choice(
-        self, output: dict[str, Any], config: GenerateConfig, read: Callable[[str], Delta], filled: bool,
+        self, output: dict[str, Any], config: ai.GenerateConfig, read: Callable[[str], Delta], filled: bool,
         call_id: Callable[[str, int], str],
-    ) -> ChatCompletionChoice:  # fmt: skip
+    ) -> ai.ChatCompletionChoice:  # fmt: skip
         """`filled`: the context held fewer tokens than were allowed. `call_id`: of a name, and its place here."""
         meta = output["meta_info"]
         parsed = read(output["text"])
@@ -220,29 +200,29 @@ class FengineAPI(ModelAPI):
             ToolCall(call_id(name := call.name or "unknown", i), name, call.arguments, parse_error=call.problem)
             for i, call in enumerate(parsed.calls)
         ]
-        content = [ContentReasoning(reasoning=thoughts), ContentText(text=text)] if thoughts else text
-        message = ChatMessageAssistant(
+        content = [ai.ContentReasoning(reasoning=thoughts), ai.ContentText(text=text)] if thoughts else text
+        message = ai.ChatMessageAssistant(
             content=content, tool_calls=made or None, model=self.model_name, source="generate"
         )
         written = slice(0, len(output["output_ids"]))
         prompt, several = config.prompt_logprobs is not None, config.prompt_logprobs or 0
         several = several if several > 1 else 0  # 1 asks for the prompt's own tokens only
-        return ChatCompletionChoice(
+        return ai.ChatCompletionChoice(
             message=message,
             stop_reason="tool_calls" if parsed.calls and stop == "stop" else stop,
             logprobs=self._logprobs(meta, "output", written, config.top_logprobs or 0) if config.logprobs else None,
             prompt_logprobs=self._logprobs(meta, "input", slice(1, None), several) if prompt else None,
         )
 
-    def _logprobs(self, meta: dict[str, Any], side: str, part: slice, top: int) -> Logprobs:
+    def _logprobs(self, meta: dict[str, Any], side: str, part: slice, top: int) -> ai.Logprobs:
         """Those of the prompt lack its first token's, before which there is nothing."""
         tokens = meta[f"{side}_token_logprobs"][part]
         tops: list[Any] = meta[f"{side}_top_logprobs"][part] if top else [None] * len(tokens)
         content = []
         for (logprob, token, _), some in zip(tokens, tops, strict=True):
-            told = some and [TopLogprob(logprob=one, **self._token(other)) for one, other, _ in some[:top]]
-            content.append(Logprob(logprob=logprob, top_logprobs=told, **self._token(token)))
-        return Logprobs(content=content)
+            told = some and [ai.TopLogprob(logprob=one, **self._token(other)) for one, other, _ in some[:top]]
+            content.append(ai.Logprob(logprob=logprob, top_logprobs=told, **self._token(token)))
+        return ai.Logprobs(content=content)
 
     def _token(self, token: int) -> dict[str, Any]:
         """A token as text and as bytes."""

@@ -5,7 +5,7 @@
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,8 +59,7 @@ class FengineLM(TemplateLM):
         assert self.engine.tokenizer is not None
         prefix, values = prefix_token_id, {**(chat_template_args or {}), **thinking}
         prefix = None if prefix is None else integer("prefix_token_id", prefix)
-        context = self.engine.tokenizer_manager.context_len
-        self.texts = Texts(self.engine.tokenizer, context, add_bos_token, prefix, values)
+        self.texts = Texts(self.engine.tokenizer, add_bos_token, prefix, values)
         self.tokenizer = self.engine.tokenizer_manager.tokenizer
         self.max_length = self._window(max_length if max_model_len is None else max_model_len)
 
@@ -137,14 +136,11 @@ class FengineLM(TemplateLM):
                 "cut from the left."
             )
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)  # of a continuation of no tokens
-        with tqdm(total=len(todo), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
-            for batch in self._batches(todo):
-                for index, output in self._results(reads.arguments(batch)):
-                    for position, answer in reads.scores(batch[index], output["meta_info"]):
-                        found[position] = answer
-                        if requests[position][0] is not None:  # a window of a document is cached with its document
-                            self.cache_hook.add_partial("loglikelihood", requests[position][0], answer)
-                    bar.update()
+        for read, output in self._results("loglikelihood", todo, reads.arguments, disable_tqdm):
+            for position, answer in reads.scores(read, output["meta_info"]):
+                found[position] = answer
+                if requests[position][0] is not None:  # a window of a document is cached with its document
+                    self.cache_hook.add_partial("loglikelihood", requests[position][0], answer)
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -164,23 +160,21 @@ class FengineLM(TemplateLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts, each up to its first stop string. Errors: those of `Engine.generate`, before anything of a batch runs;
         AbortedError for a request that failed by itself."""
-        eos = self.texts.eot_text
+        eos = None if self.texts.eot is None else self.tok_decode([self.texts.eot], skip_special_tokens=False)
         asked = [generation_of(request.args[1], eos, self.max_gen_toks) for request in requests]
         prompts = [
             self._cut(self.tok_encode(request.args[0]), one) for request, one in zip(requests, asked, strict=True)
         ]
         drawn_with = list(seeds([request.args for request in requests], self.engine.config.random_seed))
         found = [""] * len(requests)
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
-            for batch in self._batches(range(len(requests))):
-                sampling = [self._sampling(asked[i], eos, drawn_with[i]) for i in batch]
-                for index, output in self._results(
-                    {"input_ids": [prompts[i] for i in batch], "sampling_params": sampling}
-                ):
-                    position = batch[index]
-                    found[position] = self._text(output["output_ids"], asked[position])
-                    self.cache_hook.add_partial("generate_until", requests[position].args, found[position])
-                    bar.update()
+
+        def arguments(batch: Sequence[int]) -> dict[str, Any]:
+            sampling = [self._sampling(asked[i], eos, drawn_with[i]) for i in batch]
+            return {"input_ids": [prompts[i] for i in batch], "sampling_params": sampling}
+
+        for i, output in self._results("generate_until", range(len(requests)), arguments, disable_tqdm):
+            found[i] = self._text(output["output_ids"], asked[i])
+            self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
         return found
 
     def _cut(self, ids: list[int], asked: Generation) -> list[int]:
@@ -215,18 +209,21 @@ class FengineLM(TemplateLM):
             return cut_text(text, asked.until)
         return cut_text(self.tok_decode(ids, asked.skip_special_tokens), asked.until, end)
 
-    def _batches(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        return (items[start : start + self._batch] for start in range(0, len(items), self._batch))
-
-    def _results(self, arguments: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(index, output) of every request, as they finish."""
-        chunks: Any = self.engine.generate(**arguments, stream=True)
-        for output in chunks:
-            finish = output["meta_info"]["finish_reason"]
-            if finish is not None and finish["type"] == "abort":
-                raise AbortedError(f"request {output['index']} of the batch ended early: {finish['message']}")
-            if finish is not None:
-                yield output["index"], output
+    def _results(
+        self, what: str, items: Sequence[Any], arguments: Callable[[Any], dict[str, Any]], disable_tqdm: bool
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """(item, output) of every item, as they finish, batch by batch; `arguments` asks for those of one."""
+        with tqdm(total=len(items), disable=disable_tqdm, desc=f"Running {what} requests") as bar:
+            for start in range(0, len(items), self._batch):
+                batch = items[start : start + self._batch]
+                chunks: Any = self.engine.generate(**arguments(batch), stream=True)
+                for output in chunks:
+                    finish = output["meta_info"]["finish_reason"]
+                    if finish is not None and finish["type"] == "abort":
+                        raise AbortedError(f"request {output['index']} of the batch ended early: {finish['message']}")
+                    if finish is not None:
+                        yield batch[output["index"]], output
+                        bar.update()
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside the results: model, weights and engine, which tell one run from another."""
