@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from fengine.errors import (
     UnsupportedFeatureError,
 )
 from fengine.eval.harness.inspect_model import NAME_ONLY, FengineAPI
+from fengine.server.output_parser import parse_output
 from fengine.worker.hub import BOX
 
 COUNTRIES = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima"}
@@ -279,7 +281,8 @@ def test_tools_where_the_template_has_them() -> None:
     assert text == '<tool_call> add user: 2 + 3?;assistant: ;add{"x": 2}tool: 5;'
     output = {"text": 'So <tool_call>{"name": "add", "arguments": {"x": 3}}</tool_call>', "output_ids": [5]}
     output |= {"meta_info": {"finish_reason": {"type": "stop"}}}
-    found = model._choice(output, GenerateConfig(), model._tool_form([ADD], "auto"), False, False, 1)
+    read = partial(parse_output, form=model._tool_form([ADD], "auto"), thinks=True, opened=False)
+    found = model._choice(output, GenerateConfig(), read, False, lambda _, i: f"call_{1 + i}")
     assert found.stop_reason == "tool_calls" and found.message.text == "So"
     assert found.message.tool_calls == [ToolCall("call_1", "add", {"x": 3})]
     assert ask(model, "2 + 3?", [ADD], max_tokens=3).choices
@@ -288,6 +291,10 @@ def test_tools_where_the_template_has_them() -> None:
     with pytest.raises(UnsupportedFeatureError, match="tool_choice=ToolFunction"):
         ask(model, "2 + 3?", [ADD], ToolFunction(name="add"))
     model.close()
+    plain = FengineAPI("box", chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}", **EAGER)
+    with pytest.raises(UnsupportedFeatureError, match="the model's chat template describes no tools"):
+        ask(plain, "2 + 3?", [ADD])
+    plain.close()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -315,7 +322,6 @@ def test_tools_where_the_template_has_them() -> None:
             UnknownParameterError,
             "'bos_token' has a meaning",
         ),
-        ({"tools": [ADD]}, UnsupportedFeatureError, "the model's chat template describes no tools"),
     ],
 )
 def test_wrong_calls(api: FengineAPI, call: dict[str, Any], error: type[Exception], said: str) -> None:

@@ -214,8 +214,8 @@ def test_parquet(tmp_path: Path) -> None:
         Row("3", {"id": 3, "prompt": "c", "x": None}),
     ]
     parquet.write_table(pyarrow.table({"id": [1, 2, 2]}), tmp_path / "rows.parquet")
-    with pytest.raises(InputFileError, match="id '2': rows 2 and 3"):
-        list(task.rows())
+    with pytest.raises(InputFileError, match="'2': rows 2 and 3"):
+        index_rows(task)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(InputFileError, match="parquet"):
         task.rows()
