@@ -22,10 +22,10 @@ from fengine.core.recording import RecordedScheduler
 from fengine.core.scheduler import Scheduler
 from fengine.core.speculation import Speculation
 from fengine.core.window_pages import WindowPages
+from fengine.engine.deadlines import Deadlines
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.load import Loaded, load, read_spec
 from fengine.engine.memory import DeviceMemory, Memory
-from fengine.engine.output_processor import Deadlines
 from fengine.engine.parallel.child import NOTHING, Link
 from fengine.engine.parallel.follower import Follower
 from fengine.engine.parallel.ranks import Ranks, told_of

@@ -181,7 +181,7 @@ class EngineCore:
         held = self.stepper.paused and not counters["running"]  # those that wait hold no pages
         if counters["running"] + counters["waiting"] and not held:
             return False
-        self.stepper.flush_cache()
+        self.stepper.scheduler.flush_cache()
         return True
 
     def _watch(self, tell: Callable[[StepRecord], None], key: str) -> None:

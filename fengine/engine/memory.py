@@ -176,7 +176,7 @@ class Memory:
         if self.ranks is not None:
             self.ranks.tell("release_memory", tags=tags, keep=self.keeps_weights)
         if "kv_cache" in tags:
-            self.core.stepper.flush_cache()
+            self.core.stepper.scheduler.flush_cache()
         self.device.release(tags, self.keeps_weights)
 
     def _resume(self, tags: Sequence[str], everything: bool) -> None:

@@ -6,10 +6,10 @@ from queue import SimpleQueue
 
 from fengine.core.request import ABORTED, FinishReason, Request
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import SchedulerOutput, Watcher
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.engine.request_state import RequestOutput, RequestState
 from fengine.engine.threads import REAL, Threads
-from fengine.errors import EngineDeadError, FengineError, InvalidRequestError, NumericsError, TimedOutError
+from fengine.errors import EngineDeadError, FengineError, InvalidRequestError, NumericsError
 
 Landed = tuple[list[tuple[RequestState, int]], list[RequestState]]  # live states and their known tokens; the finished
 
@@ -191,28 +191,3 @@ class OutputProcessor:
         failed.__cause__ = error
         state.error = failed
         self.abort_later([state])
-
-
-class Deadlines(Watcher):
-    """Looks behind every step that is launched. Modifies: the requests."""
-
-    def __init__(self, requests: OutputProcessor, waiting: float | None, running: float | None) -> None:
-        """Seconds; None: any."""
-        self.requests, self.waiting, self.running = requests, waiting, running
-
-    def launched(self, output: SchedulerOutput) -> None:
-        now = self.requests.now()
-        late = [state for state in self.requests.states.values() if self._is_late(state, now)]
-        if late:
-            self.requests.abort([], late)
-
-    def _is_late(self, state: RequestState, now: float) -> bool:
-        """Modifies: the state, by the reason."""
-        did, since, most = "run", state.started, self.running
-        if since is None:
-            did, since, most = "waited", state.submitted, self.waiting
-        if most is None or now - since <= most:
-            return False
-        told = f"scheduler.{'waiting' if did == 'waited' else 'running'}_timeout is {most:g} seconds"
-        state.fault = TimedOutError(f"the request has {did} for {now - since:.3g} seconds, and {told}: try again later")
-        return True

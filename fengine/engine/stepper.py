@@ -98,9 +98,6 @@ class Stepper:
             pending, self.pending = self.pending, None
             self._land(*pending)
 
-    def flush_cache(self) -> None:
-        self.scheduler.flush_cache()
-
     def forget_weights(self) -> int:
         """What the old weights computed is forgotten: the KV of running requests, which are computed again, and the
         prefix cache. Returns how many ran."""
@@ -108,7 +105,7 @@ class Stepper:
         retracted = self.scheduler.retract()
         for state in self.requests.states.values():
             state.forget_prompt()
-        self.flush_cache()
+        self.scheduler.flush_cache()
         return retracted
 
     def swap_kv(self, change: Callable[[KVState | None], KVState | None]) -> None:

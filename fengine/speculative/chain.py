@@ -24,7 +24,8 @@ from fengine.ops.go_on import catch_up, go_on
 from fengine.ops.sampling import draw
 from fengine.worker.cuda_graphs import Graphs, decode_sizes
 from fengine.worker.cuda_runner import edit_sizes
-from fengine.worker.logits.penalties import LogitBias, Penalties
+from fengine.worker.logits.bias import LogitBias
+from fengine.worker.logits.penalties import Penalties
 from fengine.worker.static_buffers import StaticBuffers
 from fengine.worker.step import DRAW, on_cpu
 from fengine.worker.step_input import INPUTS, Arrays, Field, LogitsStage, Sizes

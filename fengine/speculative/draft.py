@@ -31,7 +31,8 @@ from fengine.speculative.chain import SLOTS, TRY, Chain, Guide, Head
 from fengine.speculative.memo import Ahead, Chained, Memo, hopes_at, tries_of
 from fengine.speculative.pace import ALL, SCOUTS, Cost, Pace
 from fengine.worker.input_batch import InputBatch
-from fengine.worker.logits.penalties import LogitBias, Penalties
+from fengine.worker.logits.bias import LogitBias
+from fengine.worker.logits.penalties import Penalties
 from fengine.worker.logits.structured import cursor_of
 from fengine.worker.step_input import Arrays, StepInput
 

@@ -22,7 +22,7 @@ from checksum import checksum_engine, expected
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.server_args import ServerArgs
-from fengine.engine.output_processor import Deadlines
+from fengine.engine.deadlines import Deadlines
 from fengine.errors import (
     ConfigError,
     EngineClosedError,

@@ -30,8 +30,9 @@ from fengine.ops import linear
 from fengine.worker.chunks import PromptRows
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits import logits_stages
+from fengine.worker.logits.bias import LogitBias
 from fengine.worker.logits.logprobs import ASKED, SLICE, score_prompts
-from fengine.worker.logits.penalties import LogitBias, Table, rounded
+from fengine.worker.logits.penalties import Table, rounded
 from fengine.worker.logits.processors import ProcessorRequest
 from fengine.worker.pooling import apply_head
 from fengine.worker.static_buffers import pack, target_of

@@ -3,7 +3,8 @@
 
 import torch
 
-from fengine.worker.logits.penalties import LogitBias, Penalties
+from fengine.worker.logits.bias import LogitBias
+from fengine.worker.logits.penalties import Penalties
 from fengine.worker.logits.processors import Processors
 from fengine.worker.logits.structured import StructuredOutput
 from fengine.worker.step_input import LogitsStage

@@ -1,6 +1,5 @@
-"""Penalties of drawn tokens, bans of ids before min_new_tokens, and `logit_bias`. How often a row slot has
-drawn each id is counted on the device, by the step that draws: no step waits for the host. Prompt tokens do not count,
-as in SGLang."""
+"""Penalties of drawn tokens, and bans of ids before min_new_tokens. How often a row slot has drawn each id is counted
+on the device, by the step that draws: no step waits for the host. Prompt tokens do not count, as in SGLang."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -172,43 +171,3 @@ def guesses(drafts: Sequence[Drafts], step: StepInput) -> tuple[np.ndarray, np.n
             row_RK[at + k, : k + 1] = [each.index, *range(at, at + k)]
         at += len(each.token_ids)
     return guess_RK, row_RK
-
-
-class LogitBias(LogitsStage):
-    """Modifies: itself, its tables."""
-
-    name = "bias"
-    fields = (Field("bias_slot_R", torch.int32, -1),)
-
-    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
-        self.vocab = vocab
-        self.id_SK, self.value_SK = Table(rows, -1, torch.int32, device), Table(rows, 0, torch.float32, device)
-        self.biased_S = np.zeros(rows, np.bool_)
-
-    @property
-    def version(self) -> int:
-        return self.id_SK.version
-
-    def release(self, slot: int) -> None:
-        self.biased_S[slot] = False
-
-    def admit(self, slot: int, new: Request) -> Sequence[Write]:
-        ids, values = zip(*new.params.logit_bias, strict=True)
-        width, known = rounded(len(ids)), np.array(ids) < self.vocab
-        id_K, value_K = np.array(ids, np.int32)[known], np.array(values)[known]
-        self.biased_S[slot] = True
-        return (
-            partial(self.id_SK.write, slot, id_K, width),
-            partial(self.value_SK.write, slot, value_K.astype(np.float32), width),
-        )
-
-    def stage(self, step: StepInput, draws_R: np.ndarray) -> LogitsStage | None:
-        biased_R = self.biased_S[step.slot_R] & draws_R
-        step.arrays["bias_slot_R"] = np.where(biased_R, step.slot_R, -1)
-        return self if biased_R.any() else None
-
-    def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
-        id_SK, value_SK = self.id_SK.lines, self.value_SK.lines
-        if id_SK is None or value_SK is None:
-            return logits_RV
-        return add_at(logits_RV, tensors["bias_slot_R"], id_SK, value_SK)
