@@ -195,12 +195,9 @@ def put(journal: Journal, table: RowTable, rows: RowIndex, index: int, session: 
 
 def check(part: run_file.Run, found: dict[str, Any]) -> None:
     """All actors compute on the same. Errors: ResumeMismatchError."""
-    known = part.record["in_force"]
-    if known is None:
-        part.record["in_force"] = found
+    if part.record["in_force"] != found:
+        part.take_in_force(found)
         part.folder.write(MANIFEST, part.record)
-    elif known != found:
-        manifest.refuse_differences({"in_force": known}, {"in_force": found}, part.folder.path)
 
 
 def main() -> int:

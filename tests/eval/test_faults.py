@@ -22,7 +22,8 @@ from fengine.eval.cli.view import PlainView
 from fengine.eval.commands import evaluate
 from fengine.eval.runs import run as run_file
 from fengine.eval.runs.config import EVAL, RUN
-from fengine.eval.runs.folder import write_file
+from fengine.eval.runs.folder import RunFolder, write_file
+from fengine.eval.runs.record import read_metrics
 
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none"]
 
@@ -160,3 +161,16 @@ def test_each_call_that_writes_a_report_fails_once(tmp_path: Path, monkeypatch: 
         assert path.read_bytes() == b"old" and list(path.parent.iterdir()) == [path], faults.calls[number]
         number += 1
     assert path.read_bytes() == b"new" * 100_000 and number >= 4
+
+
+def test_a_file_of_the_end_that_cannot_be_read_is_not_said_to_be_unwritable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / "metrics.json").write_text("{}")
+    with RunFolder(tmp_path) as folder:
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(StorageError, match=r"metrics\.json cannot be read: Input/output error"):
+            read_metrics(folder, {})

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from fengine.core.json_text import refuse_constant
-from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder, encoded
+from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder, encoded, storage_errors
 from fengine.eval.runs.index import RowTable
 from fengine.eval.runs.journal import read_at
 from fengine.eval.tasks.task import DRAWN, Answer, Ask, BadRow, Row, Scores, Task
@@ -133,7 +133,7 @@ def is_finished(folder: RunFolder, manifest: dict[str, Any], table: RowTable) ->
     result, path = manifest.get("result"), folder.path / OUTPUTS
     if table.left or not isinstance(result, dict) or not path.is_file() or read_metrics(folder, manifest) is None:
         return False
-    with folder.writing():
+    with storage_errors(f"{path} and the journal beside it cannot be read"):
         if result.get("journal_bytes") != (folder.path / JOURNAL).stat().st_size:
             return False
         with path.open("rb") as file:
@@ -145,7 +145,7 @@ def read_metrics(folder: RunFolder, manifest: dict[str, Any]) -> dict[str, Any] 
     path = folder.path / METRICS
     if not path.is_file():
         return None
-    with folder.writing():
+    with storage_errors(f"{path} cannot be read"):
         content = path.read_bytes()
     wanted = (manifest.get("result") or {}).get("metrics_sha256")
     return json.loads(content) if hashlib.sha256(content).hexdigest() == wanted else None

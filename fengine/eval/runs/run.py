@@ -196,11 +196,15 @@ class Run:
         return self.compute(engine, task, screen, argv, reused)
 
     def check_engine(self, engine: Any) -> None:
-        """Writes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""
+        """Takes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""
         model = self.config.engine.model
         found = manifest.in_force(engine)
         if provenance.local_directory(model.path) is None:
             found["model_files"] = provenance.file_digests(model_directory(model))
+        self.take_in_force(found)
+
+    def take_in_force(self, found: dict[str, Any]) -> None:
+        """As `check_engine`, of what an engine in another process has found. Modifies: the record."""
         known = self.record["in_force"]
         if known is not None:
             known = manifest.completed(known, "engine", found["engine"])
