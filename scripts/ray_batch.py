@@ -13,6 +13,7 @@ Without --address (or RAY_ADDRESS) a cluster of this machine is started: on the 
 Model and input paths must be the same on all machines; the rows travel through Ray's object store. Exit codes are those
 of `fengine eval`.
 """
+# pyright: reportMissingImports=false, reportOptionalMemberAccess=false
 
 import argparse
 import asyncio
@@ -57,7 +58,7 @@ class EngineActor:
         self.asker = Asker(self.engine)
         found = manifest.in_force(self.engine)
         if provenance.local_directory(config.engine.model.path) is None:
-            found["model_files"] = provenance.file_digests(model_directory(config.model))
+            found["model_files"] = provenance.file_digests(model_directory(config.engine.model))
         self.in_force = json.dumps(found)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +190,7 @@ def compute(args: argparse.Namespace, part: run_file.Run, task: Task, base: Path
 
 def put(journal: Journal, table: RowTable, rows: RowIndex, index: int, session: int, head: str, line: bytes) -> None:
     ok, *times = json.loads(head)
-    offset = journal.append(encode([index, ok, rows.keys[index], session, *times], line))
+    (offset,) = journal.extend([encode([index, ok, rows.keys[index], session, *times], line)])
     table.put(index, bool(ok), offset)
 
 

@@ -169,8 +169,8 @@ def test_a_file_of_the_end_that_cannot_be_read_is_not_said_to_be_unwritable(
     def refuse(self: Path) -> bytes:
         raise OSError(5, "Input/output error")
 
-    (tmp_path / "metrics.json").write_text("{}")
-    with RunFolder(tmp_path) as folder:
+    with RunFolder(tmp_path / "a") as folder:
+        (folder.path / "metrics.json").write_text("{}")
         monkeypatch.setattr(Path, "read_bytes", refuse)
         with pytest.raises(StorageError, match=r"metrics\.json cannot be read: Input/output error"):
             read_metrics(folder, {})
