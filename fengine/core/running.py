@@ -5,7 +5,8 @@
     draining    everything asked for is planned; ends at the next update
 
 The first are in order of arrival. The second begin with the longest: a device attends to rows in their order, and long
-ones at the end would leave it idle around them. As all grow alike, the order stays from step to step.
+ones at the end would leave it idle around them. As all grow alike, the order stays from step to step, and is made anew
+behind drafts. Rows that wait for each of their tokens fall behind, and keep their places.
 
 A row has exactly the pages for its `num_computed` tokens, no more: so a decoding row needs a page when
 `num_computed % page_size == 0`. Drafts in flight have pages besides, until their step is read."""
@@ -194,6 +195,10 @@ class Rows:
             self.draining[request.rid] = request
         elif _remove(self.prompting, request):
             insort(self.decoding, request, key=_shortness)
+
+    def reorder(self) -> None:
+        """Some rows have grown more than others. Modifies: the order of those that decode."""
+        self.decoding.sort(key=_shortness)
 
     def latest(self) -> Request:
         """The latest arrival among the rows that still need pages."""

@@ -241,6 +241,7 @@ class Scheduler:
                 draft.token_ids[:] = guesses[scheduled.requests[draft.index]][: len(draft.token_ids)]
         if scheduled.drafts:
             finished += take_drafts(scheduled, self._rows, tokens, logprobs, self._end_drawn)
+            self._rows.reorder()
             self._admission.blocked = False  # pages have come back
         return finished
 

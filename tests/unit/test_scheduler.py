@@ -581,6 +581,31 @@ def test_waits_for_draining_rows_rather_than_preempting() -> None:
     assert scheduler.counters()["preemptions"] == 0 and requests[0].num_pending == 1
 
 
+def test_the_last_page_is_for_the_earlier_arrival_though_the_longer_row_comes_first() -> None:
+    """r0 and r1 need a page in step 5, where one is free, and those of r2 are about to come back."""
+    case = Case(jobs((4, 8), (8, 8), (3, 5)), page_size=4, num_pages=9, budget=64, cached=False)
+    scheduler, _ = start(case)
+    flights = [planned(scheduler)]
+    for _ in range(4):
+        flights.append(planned(scheduler))
+        land(scheduler, flights.pop(0))
+    assert [request.rid for request in flights[0].requests] == ["r1", "r0", "r2"]
+    assert rows(scheduler, plan := planned(scheduler)) == [("r0", 8, 1, True)] and plan.preempted == []
+
+
+def test_a_row_that_drafts_have_made_the_longest_comes_first() -> None:
+    case = Case(jobs((2, 20), (4, 20)), budget=64, cached=False)
+    speculation = Speculation(lambda asks: [[7] * 4 if ask.request.rid == "r0" else [] for ask in asks], 4, 64, 100)
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(2)]
+    scheduler.speculation = speculation
+    for request in requests:
+        scheduler.add(request)
+    land(scheduler, planned(scheduler), 7)
+    assert rows(scheduler, plan := planned(scheduler)) == [("r1", 4, 1, True), ("r0", 2, 5, True)]
+    scheduler.update(plan, [7] * plan.num_draws, [-1.0] * plan.num_draws)
+    assert [row[:2] for row in rows(scheduler, planned(scheduler))] == [("r0", 7), ("r1", 5)]
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_nothing_is_computed_beyond_the_length(lag: int) -> None:
     scheduler, requests = start(Case(jobs((5, 4), (3, 1), (7, 0)), cached=False))
