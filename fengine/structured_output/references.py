@@ -61,8 +61,8 @@ def look_up(document: Any, target: str) -> Any:
     """What stands at a JSON pointer; None: nothing. Pure."""
     for name in target.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(document, list) and name.isdecimal() and int(name) < len(document):
-            document = document[int(name)]
+        if isinstance(document, list) and name.isdecimal() and len(name) < 20 and int(name) < len(document):
+            document = document[int(name)]  # of thousands of digits Python makes no number
         else:
             document = document.get(name) if isinstance(document, dict) else None
     return document

@@ -484,6 +484,7 @@ BAD = [
     ("json_schema", '{"$ref": "http://example.com/x.json"}', "nothing is ever fetched"),
     ("json_schema", '{"$ref": "file:///etc/passwd"}', "nothing is ever fetched"),
     ("json_schema", '{"$ref": "#/$defs/none"}', "no schema stands"),
+    ("json_schema", f'{{"$ref": "#/components/{"1" * 5000}", "components": [{{}}]}}', "no schema stands"),
     ("json_schema", '{"properties": {"a": {"$ref": "#/properties"}, "uniqueItems": true}}', "no schema stands"),
     ("json_schema", '{"items": {"$ref": "#/const"}, "const": {"uniqueItems": true}}', "no schema stands"),
     ("json_schema", '{"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}', "itself"),

@@ -127,6 +127,7 @@ PLAIN, OR_NULL = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "nu
         ({"anyOf": [{"$ref": "#/$defs/code"}, {"type": "null"}]}, "12345", "12345"),
         ({"allOf": [{"$ref": "#/$defs/code"}]}, "12345", "12345"),
         ({"$ref": "#/$defs/pair/prefixItems/1"}, "12345", "12345"),
+        ({"$ref": f"#/$defs/pair/prefixItems/{'0' * 5000}"}, "12345", 12345),
         ({"oneOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/none"}, {"$ref": "other.json"}]}, "3", 3),
         ({"anyOf": 5}, "12345", 12345),
         ({"type": "boolean"}, "True", True),
