@@ -7,6 +7,7 @@ from typing import Any
 
 from fengine.core.sampling_params import GRAMMARS
 from fengine.errors import InvalidRequestError
+from fengine.server.errors import NO_FORMAT
 from fengine.server.fields import GRAMMAR_FIELDS
 from fengine.server.template_facts import ThoughtLimit
 
@@ -48,6 +49,6 @@ def also_barring(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> list[s
     """The fields of a body that bar tokens by themselves: what its grammar, if `sampling` has one, is from, and others.
     Pure."""
     words = (*GRAMMARS, *GRAMMAR_FIELDS, "tool_choice", "function_call", "tools")
-    asked = [name for name in words if body.get(name) not in (None, "auto", "none")]
+    asked = [name for name in words if body.get(name) not in (None, "auto", "none", NO_FORMAT)]
     grammar = asked[:1] if any(name in sampling for name in GRAMMARS) else []
-    return grammar + [name for name in ("logit_bias", "min_tokens") if body.get(name)]
+    return grammar + [name for name in ("bad_words", "logit_bias", "min_tokens") if body.get(name)]

@@ -14,6 +14,7 @@ OURS = (errors.NumericsError, errors.LogitProcessorError)  # a request failed, a
 MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "structured_outputs", "guided_json",
             "guided_regex", "guided_choice", "guided_grammar", "output_config", "tools", "functions")  # fmt: skip
+NO_FORMAT = {"type": "text"}  # a response_format that asks for no grammar
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
          429: "rate_limit_error"}  # fmt: skip
 
@@ -85,7 +86,8 @@ def _refusal(error: Exception, message: str, body: Mapping[str, Any]) -> ApiErro
         return ApiError(400, said, param, "context_length_exceeded")
     if isinstance(error, errors.GrammarError):
         of_responses = "text" if isinstance(body.get("text"), dict) else None
-        return ApiError(400, message, next(filter(body.get, GRAMMARS), of_responses), "invalid_value")
+        given = (name for name in GRAMMARS if body.get(name) and body[name] != NO_FORMAT)
+        return ApiError(400, message, next(given, of_responses), "invalid_value")
     code = "unsupported_feature" if isinstance(error, errors.UnsupportedFeatureError) else "invalid_value"
     return ApiError(400, message, _blamed(message, body), code)
 

@@ -194,7 +194,8 @@ class Service:
         allowed, together = given["allowed_token_ids"], [ids for ids in barred if len(ids) > 1]
         asked = {"allowed_token_ids": allowed, "bad_words": together, "thinking_token_budget": writer.limit}
         if names := [name for name, value in asked.items() if value]:
-            limits = DrawLimits(allowed, together, writer.limit, [*names, *also_barring(body, sampling)])
+            told = dict.fromkeys([*names, *also_barring(body, sampling)])
+            limits = DrawLimits(allowed, together, writer.limit, [*told])
             self._check_limits(names[0], limits, arguments.get("custom_logit_processor"))
             arguments |= {"custom_logit_processor": limits}
         arguments |= {"sampling_params": sampling, "lora_path": self.lora_path(body, arguments.get("lora_path"))}

@@ -255,6 +255,8 @@ def test_limits_that_leave_nothing_to_draw_are_told_by_name(engine: Engine, serv
         ({"guided_choice": ["x"]}, "guided_choice"),
         ({"logit_bias": {str(only): -1e30}}, "logit_bias"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
+        ({"bad_words": [" Paris"]}, "bad_words"),
+        ({"response_format": {"type": "text"}, "guided_regex": "[0-9]+"}, "guided_regex"),
     ):
         with ThreadPoolExecutor(1) as beside:
             other = beside.submit(post, server, "/v1/chat/completions", good)

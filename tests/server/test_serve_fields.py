@@ -75,6 +75,7 @@ COMPLETIONS = [  # (what is changed in a good body, the field to blame, the stat
     ({"messages": [{"role": "user", "content": "a"}]}, "messages", 400),
     ({"regex": "a", "ebnf": "b"}, "regex", 400),
     ({"guided_regex": "("}, "guided_regex", 400),
+    ({"response_format": {"type": "text"}, "guided_regex": "("}, "guided_regex", 400),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", 400),
     ({"response_format": {"type": "xml"}}, "response_format", 400),
     ({"response_format": {"type": "json_schema"}}, "response_format", 400),
