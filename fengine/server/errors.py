@@ -13,8 +13,9 @@ UNAVAILABLE = (errors.EngineBusyError, errors.EngineClosedError, errors.EngineDe
 OURS = (errors.NumericsError, errors.LogitProcessorError)  # a request failed, and not for what it asked
 MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "structured_outputs", "guided_json",
-            "guided_regex", "guided_choice", "guided_grammar", "output_config", "tools", "functions")  # fmt: skip
-NO_FORMAT = {"type": "text"}  # a response_format that asks for no grammar
+            "guided_regex", "guided_choice", "guided_grammar", "output_config", "text", "tools",
+            "functions")  # fmt: skip
+NO_FORMAT = {"type": "text"}  # a response_format, or the format of /v1/responses' text, that asks for no grammar
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
          429: "rate_limit_error"}  # fmt: skip
 
@@ -85,9 +86,9 @@ def _refusal(error: Exception, message: str, body: Mapping[str, Any]) -> ApiErro
         said = f"{message} Please reduce the length of the input prompt."
         return ApiError(400, said, param, "context_length_exceeded")
     if isinstance(error, errors.GrammarError):
-        of_responses = "text" if isinstance(body.get("text"), dict) else None
-        given = (name for name in GRAMMARS if body.get(name) and body[name] != NO_FORMAT)
-        return ApiError(400, message, next(given, of_responses), "invalid_value")
+        given = {**body, "text": text.get("format") if isinstance(text := body.get("text"), dict) else None}
+        found = (name for name in GRAMMARS if given.get(name) and given[name] != NO_FORMAT)
+        return ApiError(400, message, next(found, None), "invalid_value")
     code = "unsupported_feature" if isinstance(error, errors.UnsupportedFeatureError) else "invalid_value"
     return ApiError(400, message, _blamed(message, body), code)
 

@@ -218,6 +218,23 @@ REFUSED = [
         "structured_outputs",
     ),
     ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text"),
+    (
+        "/v1/responses",
+        {
+            "text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}},
+            "tools": [{"type": "function", "name": "f"}],
+        },
+        "text",
+    ),
+    (
+        "/v1/responses",
+        {
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "required",
+            "tools": [{"type": "function", "name": "f", "strict": True, "parameters": {"type": "nope"}}],
+        },
+        "tools",
+    ),
     ("/v1/score", ITEMS | {"text_1": "a"}, "text_1"),
     ("/v1/score", {"data_1": "a", "text_2": "b"}, "text_2"),
     ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),
