@@ -23,7 +23,7 @@ from fengine.core.request import FinishReason, Request, Status
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import CapacityError, InvariantError
 
-_arrival = attrgetter("arrival")
+arrival_of = attrgetter("arrival")
 
 
 def _shortness(request: Request) -> int:
@@ -133,7 +133,7 @@ class Rows:
         if not request.num_preempted:
             request.num_cached = request.num_computed
         self.grown[request] = 0
-        insort(self.prompting, request, key=_arrival)
+        insort(self.prompting, request, key=arrival_of)
         if request.adapter is None:
             return []
         request.adapter_slot, new = self.adapters.enter(request.adapter)
@@ -202,7 +202,7 @@ class Rows:
 
     def latest(self) -> Request:
         """The latest arrival among the rows that still need pages."""
-        return max(self.prompting[-1:] + self.decoding, key=_arrival)
+        return max(self.prompting[-1:] + self.decoding, key=arrival_of)
 
     def leave(self, request: Request) -> None:
         """Gives row slot and pages back. The full pages of known tokens go to the prefix cache first."""
@@ -273,7 +273,7 @@ def verdict(request: Request, fault: str | None) -> tuple[FinishReason, bool]:
 
 def _remove(ordered: list[Request], request: Request) -> bool:
     """Removes a request from a list in order of arrival. False if it is not there."""
-    i = bisect_left(ordered, request.arrival, key=_arrival)
+    i = bisect_left(ordered, request.arrival, key=arrival_of)
     if i == len(ordered) or ordered[i] is not request:
         return False
     del ordered[i]

@@ -20,7 +20,6 @@ never taken out of its step again: only decoding rows are, and those put pages i
 
 from collections import deque
 from collections.abc import Mapping
-from operator import attrgetter
 
 from fengine.config import Policy
 from fengine.core.admission import Admission, WaitingQueue
@@ -28,12 +27,10 @@ from fengine.core.images import ImageRows, least, uncut
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import ABORTED, FinishReason, Request, Status
-from fengine.core.running import Rows, draws_last, is_lockstep, verdict
+from fengine.core.running import Rows, arrival_of, draws_last, is_lockstep, verdict
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.speculation import Speculation, drafting_of, pays, schedule_drafts, take_drafts
 from fengine.errors import InvalidRequestError, InvariantError
-
-_arrival = attrgetter("arrival")
 
 
 class Scheduler:
@@ -98,7 +95,7 @@ class Scheduler:
         """Sends what runs back to the queue, in its order, to be computed again from its tokens. Returns how many. A
         change of the weights asks for that: the KV belongs to the old ones. Errors: InvariantError if a step is in
         flight."""
-        running = sorted(self._rows.prompting + self._rows.decoding, key=_arrival)
+        running = sorted(self._rows.prompting + self._rows.decoding, key=arrival_of)
         if self._in_flight:
             raise InvariantError("requests were retracted while a step was in flight")
         for request in reversed(running):  # the latest first: each one goes to the queue's front
@@ -168,7 +165,7 @@ class Scheduler:
                 last.append(request)
         count = len(starts)
         output.requests, output.starts, output.counts, output.samples = requests, starts, [1] * count, [True] * count
-        unpaged.sort(key=_arrival)
+        unpaged.sort(key=arrival_of)
         for request in unpaged:
             if request.row is not None and self._make_room(output, request, 1):
                 self._rows.grow(request, request.num_computed)
