@@ -111,6 +111,7 @@ def _piece(call: OutputCollector, writer: Writer, last: list[Output], index: int
     finish = output["meta_info"]["finish_reason"]
     if finish is not None:
         if finish["type"] == "abort" and "status_code" in finish:  # it failed by itself
-            raise ApiError(finish["status_code"], finish["message"], code="request_failed")
+            code = "invalid_value" if finish["status_code"] < 500 else "request_failed"
+            raise ApiError(finish["status_code"], finish["message"], code=code)
         last[index] = output
     return writer.piece(index, output)

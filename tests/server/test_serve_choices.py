@@ -264,6 +264,7 @@ def test_limits_that_leave_nothing_to_draw_are_told_by_name(engine: Engine, serv
             assert other.result()["choices"] == alone
         assert answer.status == 400 and answer.json["error"]["type"] == "invalid_request_error"
         told = [answer.json["error"]["message"], events(server, "/v1/chat/completions", {**body, **more})[-2][1]]
+        assert (answer.json["error"]["code"], told[1]["error"]["code"]) == ("invalid_value",) * 2
         for message in (told[0], told[1]["error"]["message"]):
             assert "allowed_token_ids" in message and named in message and "leave one of them out" in message
             assert "custom_logit_processor" not in message
