@@ -247,7 +247,8 @@ class Replay:
         now = None if output is None else json.loads(json.dumps(plain_step(output, lambda token: token)))
         if output is None or now != recorded:
             keys = [key for key in recorded if now is None or now[key] != recorded[key]]
-            raise InvariantError(f"step {recorded['step']} is scheduled otherwise now: {', '.join(keys)}")
+            told = f"step {recorded['step']} is scheduled otherwise now: {', '.join(keys)}"
+            raise InvariantError(f"{told}; a recording replays under the scheduler that wrote it")
         self.steps[output.step] = output
         if (result := self.results.get(output.step)) is not None:  # else the recording ends before
             self.draws = _in_order(output, result["draws"])

@@ -567,14 +567,21 @@ def test_pages_of_wrong_drafts_let_in_who_waited_for_them() -> None:
     assert [new.rid for new in planned(scheduler).new_rows] == ["r1"]
 
 
+def overlapped(case: Case, steps: int) -> tuple[Scheduler, list[Request], list[SchedulerOutput]]:
+    """A scheduler, its requests, and the last of so many steps, which is in flight: each was planned ahead of the end
+    of the one before."""
+    scheduler, requests = start(case)
+    flights = [planned(scheduler)]
+    for _ in range(steps - 1):
+        flights.append(planned(scheduler))
+        land(scheduler, flights.pop(0))
+    return scheduler, requests, flights
+
+
 def test_waits_for_draining_rows_rather_than_preempting() -> None:
     """r0 needs a page in step 5, when r1's last token is in flight and its pages are about to come back."""
     case = Case(jobs((4, 8), (3, 5), (3, 9)), page_size=4, num_pages=7, budget=64, cached=False)
-    scheduler, requests = start(case)
-    flights = [planned(scheduler)]
-    for _ in range(4):
-        flights.append(planned(scheduler))
-        land(scheduler, flights.pop(0))
+    scheduler, requests, flights = overlapped(case, 5)
     assert rows(scheduler, plan := planned(scheduler)) == [("r2", 7, 1, True)] and plan.preempted == []
     assert land(scheduler, flights.pop(0)) == ["r1"]
     assert rows(scheduler, planned(scheduler)) == [("r0", 8, 1, True), ("r2", 8, 1, True)]
@@ -584,11 +591,7 @@ def test_waits_for_draining_rows_rather_than_preempting() -> None:
 def test_the_last_page_is_for_the_earlier_arrival_though_the_longer_row_comes_first() -> None:
     """r0 and r1 need a page in step 5, where one is free, and those of r2 are about to come back."""
     case = Case(jobs((4, 8), (8, 8), (3, 5)), page_size=4, num_pages=9, budget=64, cached=False)
-    scheduler, _ = start(case)
-    flights = [planned(scheduler)]
-    for _ in range(4):
-        flights.append(planned(scheduler))
-        land(scheduler, flights.pop(0))
+    scheduler, _, flights = overlapped(case, 5)
     assert [request.rid for request in flights[0].requests] == ["r1", "r0", "r2"]
     assert rows(scheduler, plan := planned(scheduler)) == [("r0", 8, 1, True)] and plan.preempted == []
 
