@@ -1,6 +1,8 @@
 """The four kernels of `sampling.py`, on CUDA: blocks of a row, coarse thresholds, candidates, the draw of each row."""
 # pyright: reportInvalidTypeForm=false
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,14 +12,32 @@ from fengine.ops.registration import begin, dependent_launch, plain, tl, triton,
 BLOCK = 4096  # ids per block of the tree
 LEVELS = 16  # coarse thresholds that narrow a filtered row down before the exact search
 MOST = 16384  # candidates of a row that have room in its list; a row with more is searched whole
+PROGRAMS = 1024  # of a kernel that only filtered rows need: where there are more blocks, a program takes several
 ROW_BLOCK = 2048  # ids that the exact search takes at a time
+
+
+@triton.jit
+def divided(logits_ptr, id, V, temperature):
+    """z of the ids; -inf behind V."""
+    z = tl.load(logits_ptr + id, mask=id < V, other=float("-inf"))
+    if temperature != 1.0:  # greedy rows have 1, and a division takes longer than the read
+        z = tl.div_rn(z, temperature)
+    return z
 
 
 @triton.jit
 def scaled(logits_ptr, id, V, temperature):
     """z of the ids; -inf behind V. Zero has one sign, so that equal values have equal bits."""
-    z = tl.div_rn(tl.load(logits_ptr + id, mask=id < V, other=float("-inf")), temperature)
+    z = divided(logits_ptr, id, V, temperature)
     return tl.where(z == 0.0, 0.0, z)
+
+
+@triton.jit
+def exp_of(x):
+    """exp, and 0 where it is not a normal number: the instruction alone."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], tl.float32, True, 1
+    )
 
 
 @triton.jit
@@ -50,10 +70,16 @@ def wanted_mass(top_p):
 
 
 @triton.jit
+def first_of(score, top, id):
+    """The lowest id whose score is `top`."""
+    return tl.min(tl.where(score == top, id, 2147483647), 0)
+
+
+@triton.jit
 def best_of(score, id):
     """(largest score, lowest id that has it)."""
     top = tl.max(score, 0)
-    return top, tl.min(tl.where(score == top, id, 2147483647), 0)
+    return top, first_of(score, top, id)
 
 
 @triton.jit
@@ -82,20 +108,24 @@ def block_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, s
     row = tl.program_id(0)
     block = tl.program_id(1)
     id = block * BLOCK + tl.arange(0, BLOCK)
-    z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
-    top = tl.max(z, 0)
-    total = tl.sum(tl.exp(z - top), 0)
-    finite = tl.min(tl.where((id >= V) | (tl.abs(z) < float("inf")), 1, 0), 0)
-    top_k = tl.load(top_k_ptr + row)
+    top_k = tl.load(top_k_ptr + row)  # what a row is drawn by, on its way together with the logits
     filtered = is_filtered(top_k, tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), V)
-    if (top_k > 1) & (filtered == 0):
-        z += gumbel(id, tl.load(seed_ptr + row), tl.load(pos_ptr + row))
-    score, best = best_of(z, id)
+    seed = tl.load(seed_ptr + row)
+    position = tl.load(pos_ptr + row)
+    z = divided(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
+    top = tl.max(z, 0)
+    # Infinity and NaN make the sum NaN by themselves, minus infinity does not.
+    total = tl.sum(tl.where((z == float("-inf")) & (id < V), float("nan"), exp_of(z - top)), 0)
     at = row * BLOCKS + block
+    if (top_k > 1) & (filtered == 0):
+        score, best = best_of(z + gumbel(id, seed, position), id)
+        tl.store(score_ptr + at, score)
+        tl.store(id_ptr + at, best)
+    else:
+        tl.store(score_ptr + at, top)
+        tl.store(id_ptr + at, first_of(z, top, id))
     tl.store(max_ptr + at, top)
-    tl.store(sum_ptr + at, tl.where(finite == 1, total, float("nan")))
-    tl.store(score_ptr + at, score)
-    tl.store(id_ptr + at, best)
+    tl.store(sum_ptr + at, total)
     if block == 0:
         tl.store(count_ptr + row, 0)
 
@@ -114,15 +144,16 @@ def level_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, m
     begin(PDL)
     wait(PDL)
     row = tl.program_id(0)
-    block = tl.program_id(1)
     if is_filtered(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), V):
         top, log_sum, _ = join(max_ptr, sum_ptr, row, BLOCKS, BLOCKS_P)
-        id = block * BLOCK + tl.arange(0, BLOCK)
-        z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
-        both = masses(z, log_sum) + (tl.full((), 1, tl.int64) << 44)
-        for j in range(LEVELS):
-            reached = (id < V) & (z >= level(top, tl.full((), 0, tl.int32) + j))
-            tl.store(level_ptr + (row * LEVELS + j) * BLOCKS + block, tl.sum(tl.where(reached, both, 0), 0))
+        temperature = tl.load(temperature_ptr + row)
+        for block in range(tl.program_id(1), BLOCKS, tl.num_programs(1)):
+            id = block * BLOCK + tl.arange(0, BLOCK)
+            z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, temperature)
+            both = masses(z, log_sum) + (tl.full((), 1, tl.int64) << 44)
+            for j in range(LEVELS):
+                reached = (id < V) & (z >= level(top, tl.full((), 0, tl.int32) + j))
+                tl.store(level_ptr + (row * LEVELS + j) * BLOCKS + block, tl.sum(tl.where(reached, both, 0), 0))
 
 
 @triton.jit
@@ -133,7 +164,6 @@ def candidate_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_pt
     begin(PDL)
     wait(PDL)
     row = tl.program_id(0)
-    block = tl.program_id(1)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
@@ -149,13 +179,15 @@ def candidate_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_pt
         enough = ((both >> 44) >= count) & ((both & 17592186044415) >= mass)
         cut = tl.max(tl.where(enough, level(top, j), float("-inf")), 0)
         cut = tl.where((top_k < V) | (top_p < 1.0), cut, float("-inf"))
-        id = block * BLOCK + tl.arange(0, BLOCK)
-        z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
-        chosen = (id < V) & (z >= cut) & (tl.exp(z - log_sum) >= min_p * tl.exp(top - log_sum))
-        here = chosen.to(tl.int32)
-        # The order of the list depends on which block comes first; whatever reads it does not care.
-        at = tl.atomic_add(count_ptr + row, tl.sum(here, 0)) + tl.cumsum(here, 0) - 1
-        tl.store(candidate_ptr + row * MOST + at, id, mask=chosen & (at < MOST))
+        temperature = tl.load(temperature_ptr + row)
+        for block in range(tl.program_id(1), BLOCKS, tl.num_programs(1)):
+            id = block * BLOCK + tl.arange(0, BLOCK)
+            z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, temperature)
+            chosen = (id < V) & (z >= cut) & (tl.exp(z - log_sum) >= min_p * tl.exp(top - log_sum))
+            here = chosen.to(tl.int32)
+            # The order of the list depends on which block comes first; whatever reads it does not care.
+            at = tl.atomic_add(count_ptr + row, tl.sum(here, 0)) + tl.cumsum(here, 0) - 1
+            tl.store(candidate_ptr + row * MOST + at, id, mask=chosen & (at < MOST))
 
 
 @triton.jit
@@ -254,14 +286,16 @@ def launch(
     candidate_RC = z.new_empty((rows, MOST), dtype=torch.int32)
     best = (max_RB, sum_RB, score_RB, id_RB, count_R)
     grid = (rows, blocks)
-    options = {"num_warps": 8, **dependent_launch(z.device.index)}
-    launcher(block_kernel, grid)(z, t, k, p, m, seed_R, pos_R, *best, vocab, blocks, BLOCK, **options)
+    options: dict[str, Any] = {"num_warps": 8, **dependent_launch(z.device.index)}
+    small = options | {"maxnreg": 64}  # four programs a multiprocessor
+    launcher(block_kernel, grid)(z, t, k, p, m, seed_R, pos_R, *best, vocab, blocks, BLOCK, **small)
+    grid = (rows, min(blocks, max(4, PROGRAMS // rows)))
     launcher(level_kernel, grid)(
-        z, t, k, p, m, max_RB, sum_RB, level_RLB, vocab, blocks, padded, LEVELS, BLOCK, **options
+        z, t, k, p, m, max_RB, sum_RB, level_RLB, vocab, blocks, padded, LEVELS, BLOCK, **small
     )
     launcher(candidate_kernel, grid)(
         z, t, k, p, m, max_RB, sum_RB, level_RLB, count_R, candidate_RC, vocab, blocks, padded, LEVELS, MOST, BLOCK,
-        **options
+        **small
     )  # fmt: skip
     launcher(row_kernel, (rows,))(
         z, t, k, p, m, seed_R, pos_R, *best, candidate_RC, token_R, logprob_R, vocab, blocks, padded, MOST, ROW_BLOCK,
