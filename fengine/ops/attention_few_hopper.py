@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_few_copies import BOX, copy_rows, first_chunk, span
-from fengine.ops.attention_hopper import halved
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_merge_hopper import merge, merge_stored, sinks_of, store_rows
+from fengine.ops.attention_parts_hopper import halved
 from fengine.ops.registration import (
     barrier_ring,
     barriers,

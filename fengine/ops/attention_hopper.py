@@ -7,7 +7,10 @@ scores of the next chunk, or tile, while a chunk is merged. The same reduction t
 attention.py. After FlashAttention-3 (arXiv 2407.08608).
 
 Scores of 64 rows and 64 keys take as long to multiply as their operands take out of shared memory: where registers have
-room, at width 64, the queries are there and a product takes 128 keys."""
+room, at width 64, the queries are there and a product takes 128 keys. (At width 128 that gained nothing.)
+
+At width 256 registers hold the sums of one chunk: those of the chunks before lie in memory meanwhile. Shared memory has
+room for few blocks, so a second warp copies the values: neither kind waits for the other's room."""
 # pyright: reportInvalidTypeForm=false
 
 import torch
@@ -15,7 +18,8 @@ from torch import Tensor
 
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import SUMS
-from fengine.ops.attention_tiles import copy_items, find_item, first_block, table_kernel
+from fengine.ops.attention_parts_hopper import clear_unowned, end_chunk, halved, hide, store_rows, weights_of, with_sink
+from fengine.ops.attention_tiles import copy_items, copy_values, find_item, first_block, item_at, table_kernel
 from fengine.ops.registration import (
     barriers,
     describe,
@@ -31,7 +35,11 @@ from fengine.ops.registration import (
 
 BM = 128  # rows of a tile: tokens times query heads
 PIECE = 64  # keys that are copied together, of one page; a block of the tree is one or two
-STAGES = 3  # blocks of keys and of values in the ring
+
+
+def rings(width: int) -> tuple[int, int, int]:
+    """How many tiles of queries, blocks of keys and blocks of values shared memory holds. Pure."""
+    return (2, 3, 3) if width <= 128 else (1, 2, 3)
 
 
 def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
@@ -41,7 +49,7 @@ def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
         runs_gluon(q_THK.device)
         and q_THK.dtype in (torch.bfloat16, torch.float16)
         and k_PSGK.dtype in (q_THK.dtype, torch.uint8)  # codes are decoded beforehand
-        and width in (64, 128)
+        and width in (64, 128, 256)
         and size % PIECE == 0
         and k_PSGK.data_ptr() % 16 == 0
     )
@@ -62,58 +70,13 @@ def launch(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_
         q_start_B, kv_len_R, tiles, o_THK, tokens, rows, limit, heads * width, BM // packed, 4096, num_warps=4
     )
     k, v = (describe(x.view(-1, groups * width), PIECE, width) for x in (k_PSGK, v_PSGK))
-    launcher(persistent_kernel, (multiprocessors(q_THK.device.index),))(
-        describe(q_THK, 64 // packed, packed, width), k, v, tiles, page_table_RN, o_THK, sinks_H, c, table_width, heads,
-        groups, width, size, packed, chunk, block, window, sinks_H is not None, STAGES, num_warps=4
+    programs = multiprocessors(q_THK.device.index)
+    parked = torch.empty(programs * BM * width * (width > 128), dtype=torch.float32, device=q_THK.device)
+    launcher(persistent_kernel, (programs,))(
+        describe(q_THK, 64 // packed, packed, width), k, v, tiles, page_table_RN, o_THK, parked, sinks_H, c,
+        table_width, heads, groups, width, size, packed, chunk, block, window, sinks_H is not None, *rings(width),
+        num_warps=4
     )  # fmt: skip
-
-
-@gluon.jit
-def halved(x, WIDTH: gl.constexpr, LEFT: gl.constexpr):
-    """[rows, WIDTH] -> [rows, LEFT], as `halved` of attention_kernels.py."""
-    if WIDTH > LEFT:
-        x = gl.sum(x.reshape((x.shape[0], 2, WIDTH // 2)), 1)
-        x = halved(x, WIDTH // 2, LEFT)
-    return x
-
-
-@gluon.jit
-def item_at(item_ring, j):
-    """The number that the copying warp has handed on."""
-    return gl.max(item_ring.index(j % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def hide(s, start, position, seen_by_all, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, WINDOW: gl.constexpr = 0,
-         TOKENS: gl.constexpr = 1):  # fmt: skip
-    """Scores of keys that a row does not see become -inf; the ends of the block tell whether there are any. TOKENS:
-    positions from the first row's to the last one's."""
-    edge = start + BLOCK > seen_by_all
-    if WINDOW:
-        edge = edge | (start + WINDOW < seen_by_all + TOKENS - 1)
-    if edge:
-        key = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
-        s = gl.where(key[None, :] <= position[:, None], s, float("-inf"))
-        if WINDOW:
-            s = gl.where(key[None, :] > (position - WINDOW)[:, None], s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def clear_unowned(values, start, kv_len, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Zeros in the slots at kv_len and behind, whatever they held: 0 * NaN would be NaN. Both groups of warps do so,
-    and none waits for the other: they write the same, and what is owned as it is."""
-    x = values.load(LAYOUT)
-    key = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))
-    values.store(gl.where((key < kv_len)[:, None], x, 0.0))
-    fence_async_shared()
-
-
-@gluon.jit
-def weights_of(s, m, c, none):
-    """exp2(s * c - m * c), where m is the largest score, or any above -inf if all are hidden."""
-    safe = gl.where(m == float("-inf"), 0.0, m)
-    return gl.exp2(gl.fma(s, c + none, (safe * -c)[:, None] + none)), safe
 
 
 @gluon.jit
@@ -132,28 +95,10 @@ def begin_scores(q, k_ring, slot, none):
 
 
 @gluon.jit
-def store_rows(o_ptr, o, WHO: gl.constexpr, line, left, part, H: gl.constexpr, K: gl.constexpr, PACK: gl.constexpr,
-               LINES: gl.constexpr):  # fmt: skip
-    i = WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
-    at = (line + i // PACK).to(gl.int64) * H + part * PACK + i % PACK
-    gl.store(o_ptr + at[:, None] * K + d[None, :], gl.convert_layout(o, LINES),
-             mask=(i // PACK < left)[:, None] & (d < K)[None, :])  # fmt: skip
-
-
-@gluon.jit
-def with_sink(m, sum, sink, c):
-    """(sums with a sink of each row merged last, what the row's numbers are to be multiplied by)."""
-    sink = sink.to(gl.float32) * 1.4426950408889634
-    top = gl.maximum(m * c, sink)
-    kept = gl.exp2(gl.fma(m, c + gl.zeros_like(m), -top))
-    return gl.fma(sum, kept, gl.exp2(sink - top)), kept
-
-
-@gluon.jit
-def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, sink_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
-           k_empty, v_full, v_empty, c, H: gl.constexpr, K: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr,
-           BLOCK: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, parked_ptr, sink_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
+           q_empty, k_full, k_empty, v_full, v_empty, c, H: gl.constexpr, K: gl.constexpr, PACK: gl.constexpr,
+           CHUNK: gl.constexpr, BLOCK: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, TILES: gl.constexpr,
+           KEYS: gl.constexpr, VALUES: gl.constexpr):  # fmt: skip
     """A group of four warps: 64 rows of every item, all keys.
 
     The first scores of a chunk (s) are begun at the end of the chunk before, of this item or the one before.
@@ -167,13 +112,14 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, sink_ptr, item_ring, q_ring, k_r
     BY_OUT: gl.constexpr = gl.SliceLayout(1, OUT)
     DTYPE: gl.constexpr = o_ptr.dtype.element_ty
     SMALL: gl.constexpr = K == 64  # leaves registers for the queries
+    WIDE: gl.constexpr = K > 128  # has none for the sums of the chunks before
     none = gl.zeros([64, BLOCK], gl.float32, SCORES)
     tiles = gl.load(tiles_ptr)
     items = tiles * (H // PACK)
     n = 0  # blocks so far
     j = 0  # items so far
     mbarrier.wait(q_full.index(0), 0)
-    item = item_at(item_ring, 0)
+    item = item_at(item_ring, 0, TILES, 4)
     mbarrier.wait(k_full.index(0), 0, pred=item < items)
     s = begin_scores(queries(q_ring, WHO, QUERIES, SMALL), k_ring, 0, none)
     while item < items:
@@ -186,15 +132,16 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, sink_ptr, item_ring, q_ring, k_r
         if SINKS:
             sink = gl.load(sink_ptr + part * PACK + lines % PACK)
         begin = first_block(start, BLOCK, WINDOW) * BLOCK
-        q = queries(q_ring, (j % 2) * 2 + WHO, QUERIES, SMALL)
+        q = queries(q_ring, (j % TILES) * 2 + WHO, QUERIES, SMALL)
         m = gl.full([64], float("-inf"), gl.float32, BY_SCORE)
         sum = gl.full([64], -0.0, gl.float32, BY_SCORE)
-        acc = gl.full([64, K], -0.0, gl.float32, OUT)
+        if not WIDE:
+            acc = gl.full([64, K], -0.0, gl.float32, OUT)
         for low in range(begin // CHUNK * CHUNK, seen, CHUNK):
             from_ = gl.maximum(low, begin) if WINDOW else low
             end = gl.cdiv(gl.minimum(low + CHUNK, seen), BLOCK)
             first = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(n % STAGES))
+            mbarrier.arrive(k_empty.index(n % KEYS))
             first = hide(first, from_, position, start + 1, BLOCK, SCORES, WINDOW, 128 // PACK)
             m2 = gl.max(first, 1)
             p, safe = weights_of(first, m2, c, none)
@@ -202,11 +149,11 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, sink_ptr, item_ring, q_ring, k_r
             weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
             acc2 = gl.zeros([64, K], gl.float32, OUT)
             for block in range(from_ // BLOCK + 1, end):
-                before = n % STAGES
-                phase = (n // STAGES) & 1
+                before = n % VALUES
+                phase = (n // VALUES) & 1
                 n += 1
-                mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1)
-                u = begin_scores(q, k_ring, n % STAGES, none)
+                mbarrier.wait(k_full.index(n % KEYS), (n // KEYS) & 1)
+                u = begin_scores(q, k_ring, n % KEYS, none)
                 mbarrier.wait(v_full.index(before), phase)
                 acc2 = warpgroup_mma(weights, v_ring.index(before), acc2, is_async=True)
                 u = warpgroup_mma_wait(1, deps=[u])
@@ -222,23 +169,25 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, sink_ptr, item_ring, q_ring, k_r
                     # wait for the product that they are to run beside.
                     mbarrier.wait(v_full.index(before), phase)
                 acc2 = warpgroup_mma_wait(0, deps=[acc2])
-                mbarrier.arrive(k_empty.index(n % STAGES))
+                mbarrier.arrive(k_empty.index(n % KEYS))
                 mbarrier.arrive(v_empty.index(before))
                 acc2 = acc2 * gl.convert_layout(alpha, BY_OUT)[:, None]
                 weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
-            slot = n % STAGES
-            mbarrier.wait(v_full.index(slot), (n // STAGES) & 1)
+            slot = n % VALUES
+            mbarrier.wait(v_full.index(slot), (n // VALUES) & 1)
             if end * BLOCK > kv_len:
                 clear_unowned(v_ring.index(slot), (end - 1) * BLOCK, kv_len, BLOCK, LINES)
             acc2 = warpgroup_mma(weights, v_ring.index(slot), acc2, is_async=True)
             sum2 = gl.sum(halved(sums, SUMS, 2), 1)
             n += 1
-            i = j + gl.where(low + CHUNK < seen, 0, 1)
-            mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
-            following = item_at(item_ring, i)
+            last = low + CHUNK >= seen
+            mbarrier.arrive(q_empty.index(j % TILES), pred=last)
+            i = j + last.to(gl.int32)
+            mbarrier.wait(q_full.index(i % TILES), (i // TILES) & 1)
+            following = item_at(item_ring, i, TILES, 4)
             more = following < items  # behind the last block: scores that nobody reads
-            mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=more)
-            s = begin_scores(queries(q_ring, (i % 2) * 2 + WHO, QUERIES, SMALL), k_ring, n % STAGES, none)
+            mbarrier.wait(k_full.index(n % KEYS), (n // KEYS) & 1, pred=more)
+            s = begin_scores(queries(q_ring, (i % TILES) * 2 + WHO, QUERIES, SMALL), k_ring, n % KEYS, none)
             acc2 = warpgroup_mma_wait(1, deps=[acc2])
             mbarrier.arrive(v_empty.index(slot))
             m_new = gl.maximum(m, m2)
@@ -249,44 +198,56 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, sink_ptr, item_ring, q_ring, k_r
                 b = gl.where(m2 == float("-inf"), -0.0, b)
             m = m_new
             sum = gl.fma(gl.convert_layout(sum2, BY_SCORE), b, sum * a)
-            b_out = gl.convert_layout(b, BY_OUT)[:, None] + gl.zeros_like(acc2)
-            acc = gl.fma(acc2, b_out, acc * gl.convert_layout(a, BY_OUT)[:, None])
-        mbarrier.arrive(q_empty.index(j % 2))
+            if WIDE:
+                kept = gl.full([64], 1.0, gl.float32, BY_SCORE)
+                whole = sum
+                if SINKS:
+                    whole, kept = with_sink(m, sum, sink, c)
+                end_chunk(acc2, a, b, whole, kept, parked_ptr, o_ptr, line, left, part, low > begin // CHUNK * CHUNK,
+                          last, WHO, 0, H, K, PACK)  # fmt: skip
+            else:
+                b_out = gl.convert_layout(b, BY_OUT)[:, None] + gl.zeros_like(acc2)
+                acc = gl.fma(acc2, b_out, acc * gl.convert_layout(a, BY_OUT)[:, None])
         j += 1
         item = following
-        if SINKS:
-            sum, kept = with_sink(m, sum, sink, c)
-            acc = acc * gl.convert_layout(kept, BY_OUT)[:, None]
-        o = acc / gl.convert_layout(sum, BY_OUT)[:, None]
-        store_rows(o_ptr, o.to(DTYPE), WHO, line, left, part, H, K, PACK, LINES)
+        if not WIDE:
+            if SINKS:
+                sum, kept = with_sink(m, sum, sink, c)
+                acc = acc * gl.convert_layout(kept, BY_OUT)[:, None]
+            o = acc / gl.convert_layout(sum, BY_OUT)[:, None]
+            store_rows(o_ptr, o.to(DTYPE), WHO, line, left, part, H, K, PACK, LINES)
     warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit(do_not_specialize=["N"])
 def persistent_kernel(
-    q_desc, k_desc, v_desc, tiles_ptr, table_ptr, o_ptr, sink_ptr, c, N, H: gl.constexpr, G: gl.constexpr,
+    q_desc, k_desc, v_desc, tiles_ptr, table_ptr, o_ptr, parked_ptr, sink_ptr, c, N, H: gl.constexpr, G: gl.constexpr,
     K: gl.constexpr, S: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr,
-    WINDOW: gl.constexpr, SINKS: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, SINKS: gl.constexpr, TILES: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Items: tiles of 128 // PACK tokens, from table_kernel, with PACK query heads of a kv head. One after another."""
     DTYPE: gl.constexpr = q_desc.dtype
     RING: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], DTYPE)
-    item_ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_ring = gl.allocate_shared_memory(DTYPE, [4, 64, K], RING)
-    k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, K], RING)
-    v_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, K], RING)
-    q_full, q_empty = barriers(2, 1, 2)
-    k_full, k_empty = barriers(STAGES, 1, 2)
-    v_full, v_empty = barriers(STAGES, 1, 2)
+    item_ring = gl.allocate_shared_memory(gl.int32, [TILES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_ring = gl.allocate_shared_memory(DTYPE, [2 * TILES, 64, K], RING)
+    k_ring = gl.allocate_shared_memory(DTYPE, [KEYS, BLOCK, K], RING)
+    v_ring = gl.allocate_shared_memory(DTYPE, [VALUES, BLOCK, K], RING)
+    COPIES: gl.constexpr = 2 if K > 128 else 1  # warps that copy: of few blocks, none is to wait for another's room
+    q_full, q_empty = barriers(TILES, 1, 1 + COPIES)
+    k_full, k_empty = barriers(KEYS, 1, 2)
+    v_full, v_empty = barriers(VALUES, 1, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (tiles_ptr, 0, o_ptr, sink_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
-                      k_empty, v_full, v_empty, c, H, K, PACK, CHUNK, BLOCK, WINDOW, SINKS, STAGES)),
-            (attend, (tiles_ptr, 1, o_ptr, sink_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
-                      k_empty, v_full, v_empty, c, H, K, PACK, CHUNK, BLOCK, WINDOW, SINKS, STAGES)),
+            (attend, (tiles_ptr, who, o_ptr, parked_ptr, sink_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty,
+                      k_full, k_empty, v_full, v_empty, c, H, K, PACK, CHUNK, BLOCK, WINDOW, SINKS, TILES, KEYS,
+                      VALUES)) if who < 2 else
             (copy_items, (q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_ring, k_ring, v_ring, q_full,
-                          q_empty, k_full, k_empty, v_full, v_empty, H, G, K, S, PACK, BLOCK, WINDOW, STAGES)),
+                          q_empty, k_full, k_empty, v_full, v_empty, H, G, K, S, PACK, BLOCK, WINDOW, TILES, KEYS,
+                          VALUES, COPIES)) if who == 2 else
+            (copy_values, (v_desc, tiles_ptr, table_ptr, N, item_ring, v_ring, q_full, q_empty, v_full, v_empty, H, G,
+                           K, S, PACK, BLOCK, WINDOW, TILES, VALUES))
+            for who in (0, 1, 2, 3)[:2 + COPIES]
         ],
-        [4, 1], [240, 24],
+        [4, 1, 1][:1 + COPIES], [240, 24, 24][:1 + COPIES],
     )  # fmt: skip

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fengine.ops import kv_fp8
 from fengine.ops.ahead import launcher
-from fengine.ops.attention_hopper import halved
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_merge_hopper import merge, merge_stored, store_rows
+from fengine.ops.attention_parts_hopper import halved
 from fengine.ops.kv_fp8_decode import keys_of, layouts, permuted, power, values_of
 from fengine.ops.registration import async_copy, begin, dependent_launch, gl, gluon, mma_v2, runs_gluon, wait
 

@@ -177,28 +177,36 @@ def first_block(position, BLOCK: gl.constexpr, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def copy_block(desc, table, block, full, empty, phase, start, kv_len, column, BLOCK: gl.constexpr, K: gl.constexpr,
-               S: gl.constexpr):  # fmt: skip
-    """A block of keys or values, when its place is free. Pages behind kv_len are page 0."""
-    mbarrier.wait(empty, phase)
-    mbarrier.expect(full, BLOCK * K * 2)
+def item_at(item_ring, j, TILES: gl.constexpr, WARPS: gl.constexpr):
+    """The number that the copying warp has handed on."""
+    return gl.max(item_ring.index(j % TILES).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def copy_block(desc, table, ring, full, empty, n, start, kv_len, column, BLOCK: gl.constexpr, K: gl.constexpr,
+               S: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The n-th block of keys or values, when its place is free. Pages behind kv_len are page 0."""
+    slot = n % STAGES
+    mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(slot), BLOCK * K * 2)
     for piece in gl.static_range(BLOCK // 64):
         key = start + piece * 64
         line = gl.load(table + key // S, mask=key < kv_len, other=0) * S + key % S
-        async_load(desc, [line, column], full, block.slice(piece * 64, 64))
+        async_load(desc, [line, column], full.index(slot), ring.index(slot).slice(piece * 64, 64))
 
 
 @gluon.jit
 def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_ring, k_ring, v_ring, q_full, q_empty,
                k_full, k_empty, v_full, v_empty, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, S: gl.constexpr,
-               PACK: gl.constexpr, BLOCK: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+               PACK: gl.constexpr, BLOCK: gl.constexpr, WINDOW: gl.constexpr, TILES: gl.constexpr, KEYS: gl.constexpr,
+               VALUES: gl.constexpr, COPIES: gl.constexpr):  # fmt: skip
     """The copying warp: item after item, block after block, as the rings have room. Behind the last item it hands on a
-    number that is none."""
+    number that is none. Of two warps, the second copies the values."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     if HAS_REINTERPRET:
-        q_tiles = q_ring.reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
+        q_tiles = q_ring.reinterpret(q_desc.dtype, [2 * TILES, 64 // PACK, PACK, K], q_desc.layout)
     else:
-        q_tiles = q_ring._reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
+        q_tiles = q_ring._reinterpret(q_desc.dtype, [2 * TILES, 64 // PACK, PACK, K], q_desc.layout)
     tiles = gl.load(tiles_ptr)
     items = tiles * (H // PACK)
     n = 0
@@ -208,25 +216,49 @@ def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_rin
         line, left, position, row, part = find_item(tiles_ptr, item, tiles, H // PACK)
         table = table_ptr + row.to(gl.int64) * N
         if gl.load(table) >= 0:  # else the row's turn is another launch
-            mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
-            item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))
-            mbarrier.expect(q_full.index(j % 2), 128 * K * 2)
+            mbarrier.wait(q_empty.index(j % TILES), ((j // TILES) & 1) ^ 1)
+            item_ring.index(j % TILES).store(gl.full([1], item, gl.int32, ONE))
+            mbarrier.expect(q_full.index(j % TILES), 128 * K * 2)
             for who in gl.static_range(2):
-                async_load(q_desc, [line + who * (64 // PACK), part * PACK, 0], q_full.index(j % 2),
-                           q_tiles.index((j % 2) * 2 + who))  # fmt: skip
+                async_load(q_desc, [line + who * (64 // PACK), part * PACK, 0], q_full.index(j % TILES),
+                           q_tiles.index((j % TILES) * 2 + who))  # fmt: skip
             kv_len = position + left
             column = part // (H // G // PACK) * K
             end = gl.cdiv(gl.minimum(kv_len, position + 128 // PACK), BLOCK)
             for block in range(first_block(position, BLOCK, WINDOW), end):
-                slot = n % STAGES
-                phase = ((n // STAGES) & 1) ^ 1
-                copy_block(k_desc, table, k_ring.index(slot), k_full.index(slot), k_empty.index(slot), phase,
-                           block * BLOCK, kv_len, column, BLOCK, K, S)  # fmt: skip
-                copy_block(v_desc, table, v_ring.index(slot), v_full.index(slot), v_empty.index(slot), phase,
-                           block * BLOCK, kv_len, column, BLOCK, K, S)  # fmt: skip
+                start = block * BLOCK
+                copy_block(k_desc, table, k_ring, k_full, k_empty, n, start, kv_len, column, BLOCK, K, S, KEYS)
+                if COPIES == 1:
+                    copy_block(v_desc, table, v_ring, v_full, v_empty, n, start, kv_len, column, BLOCK, K, S, VALUES)
                 n += 1
             j += 1
         item = gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed")
-    mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
-    item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))
-    mbarrier.arrive(q_full.index(j % 2))
+    mbarrier.wait(q_empty.index(j % TILES), ((j // TILES) & 1) ^ 1)
+    item_ring.index(j % TILES).store(gl.full([1], item, gl.int32, ONE))
+    mbarrier.arrive(q_full.index(j % TILES))
+
+
+@gluon.jit
+def copy_values(v_desc, tiles_ptr, table_ptr, N, item_ring, v_ring, q_full, q_empty, v_full, v_empty, H: gl.constexpr,
+                G: gl.constexpr, K: gl.constexpr, S: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr,
+                WINDOW: gl.constexpr, TILES: gl.constexpr, VALUES: gl.constexpr):  # fmt: skip
+    """The warp that copies the values of the items that `copy_items` hands on."""
+    tiles = gl.load(tiles_ptr)
+    items = tiles * (H // PACK)
+    n = 0
+    j = 0
+    mbarrier.wait(q_full.index(0), 0)
+    item = item_at(item_ring, 0, TILES, 1)
+    while item < items:
+        _, left, position, row, part = find_item(tiles_ptr, item, tiles, H // PACK)
+        table = table_ptr + row.to(gl.int64) * N
+        kv_len = position + left
+        column = part // (H // G // PACK) * K
+        end = gl.cdiv(gl.minimum(kv_len, position + 128 // PACK), BLOCK)
+        for block in range(first_block(position, BLOCK, WINDOW), end):
+            copy_block(v_desc, table, v_ring, v_full, v_empty, n, block * BLOCK, kv_len, column, BLOCK, K, S, VALUES)
+            n += 1
+        mbarrier.arrive(q_empty.index(j % TILES))
+        j += 1
+        mbarrier.wait(q_full.index(j % TILES), (j // TILES) & 1)
+        item = item_at(item_ring, j, TILES, 1)

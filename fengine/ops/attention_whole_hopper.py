@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.attention_hopper import clear_unowned, halved, hide, weights_of
 from fengine.ops.attention_kernels import SUMS
+from fengine.ops.attention_parts_hopper import clear_unowned, halved, hide, weights_of
 from fengine.ops.attention_tiles import table_kernel
 from fengine.ops.registration import (
     async_load,

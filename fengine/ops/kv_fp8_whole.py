@@ -14,7 +14,7 @@ from fengine.ops.fp8_kernels import from_e4m3, power_of_two
 from fengine.ops.registration import multiprocessors, tl, triton
 
 MOST = 1 << 30  # bytes of keys and values, and of the last row what is behind them
-LINES = 128  # heads that a program decodes at once
+CODES = 128 * 128  # that a program decodes at once
 
 
 def room_of(q_THK: Tensor, k_PSGK: Tensor, most: int) -> int:
@@ -31,11 +31,13 @@ def copies(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_
     room = room_of(q_THK, k_PSGK, most)
     pages = min(max(1, min(rows, len(q_THK) // (limit + 1))) * table_width, room + table_width)
     k, v = (q_THK.new_empty((pages, size, groups, width)) for _ in "kv")
-    parts = triton.cdiv(size * groups, LINES)
+    padded = triton.next_power_of_2(width)
+    lines = min(128, CODES // padded)
+    parts = triton.cdiv(size * groups, lines)
     table = torch.full_like(page_table_RN, -1)
     launcher(whole_kernel, (parts * triton.cdiv(8 * multiprocessors(q_THK.device.index), parts),))(
         k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, k, v, table, rows, table_width, limit, room, groups, width,
-        triton.next_power_of_2(width), size, LINES, num_warps=4,
+        padded, size, lines, num_warps=4,
     )  # fmt: skip
     return k, v, table
 

@@ -20,6 +20,7 @@ from fengine.models.spec import RopeSpec
 from fengine.ops import (
     activations,
     attention,
+    attention_hopper,
     attention_launch,
     attention_tiles,
     attention_whole_hopper,
@@ -270,6 +271,20 @@ def test_attention_of_whole_rows_on_hopper(width: int):
         pytest.skip("needs an NVIDIA GPU of compute capability 9")
     assert found[0].tiles == attention_launch.WHOLE_HOPPER
     assert attention_launch.is_proved(q, k, found[0], attention_launch.WHOLE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("bounds", [(True, 0), (True, 100), (True, 1500, 0.0, True)])
+@pytest.mark.parametrize("heads,groups,size", [(8, 4, 64), (7, 1, 128)])
+def test_attention_of_many_tokens_on_hopper(width: int, bounds: Any, heads: int, groups: int, size: int):
+    q = torch.randn(700, heads, width, device=DEVICE, dtype=torch.bfloat16)
+    k = torch.randn(2, size, groups, width, device=DEVICE, dtype=torch.bfloat16)
+    found = attention_launch.schedules(q, k, 1, 704, 132, attention_launch.Bounds(*bounds))
+    if not attention_hopper.usable(q, k):
+        pytest.skip("needs an NVIDIA GPU of compute capability 9")
+    assert found[0].tiles == attention_launch.HOPPER
+    assert attention_launch.is_proved(q, k, found[0], attention_launch.Bounds(*bounds))
 
 
 @kernel_test
