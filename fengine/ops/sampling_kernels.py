@@ -15,6 +15,7 @@ LEVELS = 16  # coarse thresholds that narrow a filtered row down before the exac
 MOST = 16384  # candidates of a row that have room in its list; a row with more is searched whole
 PROGRAMS = 1024  # of a kernel that only filtered rows need: where there are more blocks, a program takes several
 ROW_BLOCK = 2048  # ids that the exact search takes at a time
+EXP2, LOG2_E = tl.constexpr("ex2.approx.ftz.f32 $0, $1;"), tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -36,13 +37,7 @@ def scaled(logits_ptr, id, V, temperature):
 @triton.jit
 def exp_of(x):
     """exp, and 0 where that is not a normal number: on a device the instruction alone."""
-    if INTERPRETED:
-        y = tl.exp(x)
-    else:
-        y = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], tl.float32, True, 1
-        )
-    return y
+    return tl.exp(x) if INTERPRETED else tl.inline_asm_elementwise(EXP2, "=f,f", [x * LOG2_E], tl.float32, True, 1)
 
 
 @triton.jit
@@ -115,8 +110,7 @@ def block_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, s
     id = block * BLOCK + tl.arange(0, BLOCK)
     top_k = tl.load(top_k_ptr + row)  # what a row is drawn by, on its way together with the logits
     filtered = is_filtered(top_k, tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), V)
-    seed = tl.load(seed_ptr + row)
-    position = tl.load(pos_ptr + row)
+    seed, position = tl.load(seed_ptr + row), tl.load(pos_ptr + row)
     z = divided(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
     top = tl.max(z, 0)
     # Infinity and NaN make the sum NaN by themselves, minus infinity does not.
@@ -124,11 +118,10 @@ def block_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, s
     at = row * BLOCKS + block
     if (top_k > 1) & (filtered == 0):
         score, best = best_of(z + gumbel(id, seed, position), id)
-        tl.store(score_ptr + at, score)
-        tl.store(id_ptr + at, best)
     else:
-        tl.store(score_ptr + at, top)
-        tl.store(id_ptr + at, first_of(z, top, id))
+        score, best = top, first_of(z, top, id)
+    tl.store(score_ptr + at, score)
+    tl.store(id_ptr + at, best)
     tl.store(max_ptr + at, top)
     tl.store(sum_ptr + at, total)
     if block == 0:
@@ -256,8 +249,7 @@ def row_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, see
             found = threshold(logits_ptr, candidate_ptr, held, limit, V, temperature, log_sum, wanted, True, BLOCK)
             low = tl.maximum(low, found)
         least = min_p * tl.exp(top - log_sum)
-        seed = tl.load(seed_ptr + row)
-        position = tl.load(pos_ptr + row)
+        seed, position = tl.load(seed_ptr + row), tl.load(pos_ptr + row)
         score = tl.full((), float("-inf"), tl.float32)
         token = tl.full((), 2147483647, tl.int32)
         for start in range(0, limit, BLOCK):
@@ -290,10 +282,9 @@ def launch(
     level_RLB = z.new_empty((rows, LEVELS, blocks), dtype=torch.int64)
     candidate_RC = z.new_empty((rows, MOST), dtype=torch.int32)
     best = (max_RB, sum_RB, score_RB, id_RB, count_R)
-    grid = (rows, blocks)
     options: dict[str, Any] = {"num_warps": 8, **dependent_launch(z.device.index)}
     small = options | {"maxnreg": 64}  # four programs a multiprocessor
-    launcher(block_kernel, grid)(z, t, k, p, m, seed_R, pos_R, *best, vocab, blocks, BLOCK, **small)
+    launcher(block_kernel, (rows, blocks))(z, t, k, p, m, seed_R, pos_R, *best, vocab, blocks, BLOCK, **small)
     grid = (rows, min(blocks, max(4, PROGRAMS // rows)))
     launcher(level_kernel, grid)(
         z, t, k, p, m, max_RB, sum_RB, level_RLB, vocab, blocks, padded, LEVELS, BLOCK, **small
