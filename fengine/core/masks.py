@@ -1,6 +1,6 @@
 """What a step asks of grammars, and what it gets: the types that both sides know. No torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,7 +35,6 @@ class Grammar(Protocol):
         is drawn only where nothing else can be."""
         ...
 
-    def masks(self, rows: list[MaskRow], drawn: Sequence[int]) -> Callable[[], Filled]:
-        """What gives the masks of a step, of this and other grammars: computed from now on beside the caller. `drawn`
-        are the tokens of the step before."""
+    def masks(self, rows: list[MaskRow], drawn: Sequence[int]) -> Filled:
+        """The masks of a step, of this and other grammars. `drawn` are the tokens of the step before."""
         ...

@@ -273,6 +273,6 @@ class DraftModel:
                         if row.cursor.advance(int(token_R[row.row]))]  # fmt: skip
             if not live:
                 return None
-            return asks[live[0].row].request.params.grammar.masks(live, ())()
+            return asks[live[0].row].request.params.grammar.masks(live, ())
 
         return masks

@@ -68,7 +68,6 @@ class Vocabulary:
         self.tokenizer: Any = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
         self.limits: Any = llguidance.LLParserLimits(**LIMITS)
         self.executor: Any = llguidance.LLExecutor(MASK_THREADS)
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="fengine-masks")
 
     def __call__(self, text: bytes) -> list[int]:
         return []  # asked only where tokens are forced, which no grammar here does
@@ -109,9 +108,9 @@ class Grammar:
         """Where an output that has not begun stands."""
         return Cursor(self, ends, barred, early, eager)
 
-    def masks(self, rows: Sequence[MaskRow], drawn: Sequence[int]) -> Callable[[], Filled]:
-        """As `masks.start`, of rows whose grammars share its vocabulary."""
-        return masks.start(rows, drawn)
+    def masks(self, rows: Sequence[MaskRow], drawn: Sequence[int]) -> Filled:
+        """As `masks.fill`, of rows whose grammars share its vocabulary."""
+        return masks.fill(rows, drawn)
 
     def _made(self) -> Any:
         return checked(self.vocabulary.matcher(self._lark))
@@ -238,5 +237,3 @@ class Grammars:
     def close(self) -> None:
         """Waits for nothing; what is being compiled ends by itself."""
         self._worker.shutdown(wait=False, cancel_futures=True)
-        if "vocabulary" in vars(self):
-            self.vocabulary.worker.shutdown(wait=False)

@@ -1,12 +1,12 @@
 """Which tokens may be drawn: where each request stands in its grammar, and one mask for each such row of a step.
 
-    step n is launched --> its tokens --> cursors --matchers, without the GIL--> masks of step n + 1
+    step n is launched --> its tokens --> cursors --matchers, in threads without the GIL--> masks of step n + 1
 
-With overlap, step n + 1 is launched before the tokens of step n are known. When they are, the matchers of its rows
-begin in a thread, while its forward pass runs and the host goes on; only its draw waits for them. All but the matchers
-needs the GIL, so it is done where the loop is. No torch."""
+With overlap, step n + 1 is launched before the tokens of step n are known. When they are, the masks of its rows are
+computed where the loop is, while the forward pass runs. A thread of Python's beside the loop would not begin before
+the loop leaves the GIL, which takes longer than most masks. No torch."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -99,16 +99,6 @@ def checked(matcher: Any) -> Any:
     if matcher.is_error():
         raise GrammarError(reason(matcher))
     return matcher
-
-
-def start(rows: Sequence[MaskRow], drawn: Sequence[int]) -> Callable[[], Filled]:
-    """Takes what rows drew, and has another thread compute what may come next; what it returns gives the masks.
-    `drawn` are the tokens of the step before. Modifies: the cursors."""
-    worker = rows[0].cursor.grammar.vocabulary.worker
-    if any(row.draft for row in rows):
-        return worker.submit(fill, rows, drawn).result
-    allowed = worker.submit(_allowed, _taken(rows, drawn))
-    return lambda: _filled(rows, *allowed.result())
 
 
 def fill(rows: Sequence[MaskRow], drawn: Sequence[int]) -> Filled:

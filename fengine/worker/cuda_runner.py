@@ -1,6 +1,5 @@
 """Runs steps on CUDA: captured graphs over static buffers, one of the forward pass and one of the sampler."""
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -28,14 +27,14 @@ class Behind:
 
     def __init__(self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor) -> None:
         self.step, self.bucket, self.which, self.hidden_TD = step, bucket, which, hidden_TD
-        self.fields: Callable[[], Arrays] = dict  # of the stages that come late
-        self.begun = not step.late
+        self.late: Arrays | None = None if step.late else {}
         self.result: Result | None = None
 
-    def begin(self, drawn: Drawn) -> None:
-        """Has the late fields computed, once. `drawn` gives the tokens of the step before."""
-        if not self.begun:
-            self.fields, self.begun = self.step.begin(drawn), True
+    def late_fields(self, drawn: Drawn) -> Arrays:
+        """Computed once. `drawn` gives the tokens of the step before."""
+        if self.late is None:
+            self.late = self.step.late_fields(drawn)
+        return self.late
 
 
 class CudaRunner:
@@ -132,7 +131,7 @@ class CudaRunner:
         if not step.late:
             self.finish()
         elif not step.waits:
-            behind.begin(self.drawn)
+            behind.late_fields(self.drawn)
 
         def result() -> StepOutput:
             if behind.result is None:
@@ -140,7 +139,7 @@ class CudaRunner:
             assert behind.result is not None
             out = behind.result()
             if self.behind is not None:  # the next step, whose masks need these tokens
-                self.behind.begin(lambda: out.tokens)
+                self.behind.late_fields(lambda: out.tokens)
             return out
 
         return kv, result
@@ -152,8 +151,8 @@ class CudaRunner:
             return
         self._enter()
         step, bucket, which, hidden_TD = behind.step, behind.bucket, behind.which, behind.hidden_TD
-        behind.begin(self.drawn)
-        large = self._sample(step, bucket, which, hidden_TD, behind.fields()) if step.draws else None
+        late = behind.late_fields(self.drawn)
+        large = self._sample(step, bucket, which, hidden_TD, late) if step.draws else None
         sizes = output_sizes(bucket.rows, None if large is not None else self._top(step))
         found, likeliest, done = self.found.arrays(self.turn, sizes), None, torch.cuda.Event()
         if large is not None:

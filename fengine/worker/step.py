@@ -157,12 +157,11 @@ class CpuRunner:
         """The step, done. Modifies: the storage of `kv`, which is dead after the call."""
         for write in step.writes:
             write()
-        late = step.begin(self.drawn)
         tensors = on_cpu(step.arrays)
         kv, hidden_TD = self.forward(self.params, kv, batch_of(tensors, self.last_token_R))
         draw_2R, likeliest = np.zeros((2, step.rows), np.int32), None
         if step.draws:
-            tensors |= on_cpu(late())
+            tensors |= on_cpu(step.late_fields(self.drawn))
             token_R, logprob_R, scored = self.sampler(
                 self.params, self.unembed, hidden_TD, tensors, step.stages, step.top
             )

@@ -120,7 +120,7 @@ class StepInput:
 
     @property
     def late(self) -> bool:
-        """Whether some fields come only from `begin`."""
+        """Whether some fields come only from `late_fields`."""
         return any(stage.late for stage in self.stages)
 
     @property
@@ -128,11 +128,11 @@ class StepInput:
         """Whether these need the tokens of the step before."""
         return any(stage.waits for stage in self.stages)
 
-    def begin(self, drawn: Callable[[], Sequence[int]]) -> Callable[[], Arrays]:
-        """As `LogitsStage.begin`, of all stages; `drawn` is called if one needs it."""
+    def late_fields(self, drawn: Callable[[], Sequence[int]]) -> Arrays:
+        """As `LogitsStage.late_fields`, of all stages; `drawn` is called if one needs it."""
         tokens = drawn() if self.waits else ()
-        begun = [stage.begin(tokens) for stage in self.stages if stage.late]
-        return lambda: {name: array for arrays in begun for name, array in arrays().items()}
+        late = [stage.late_fields(tokens) for stage in self.stages if stage.late]
+        return {name: array for arrays in late for name, array in arrays.items()}
 
     def errors(self) -> dict[int, FengineError]:
         """Rows for which nothing could be drawn, once it is launched; of several stages the first's tells."""
@@ -141,8 +141,8 @@ class StepInput:
 
 class LogitsStage:
     """One edit of logits, by default none. `name` is how `SamplingParams.asks` calls it. `host`: it runs Python on
-    logits, so it stands in no graph. `late`: some of its fields come only from `begin`; `waits`: and these need the
-    tokens that the step before has drawn."""
+    logits, so it stands in no graph. `late`: some of its fields come only from `late_fields`; `waits`: and these need
+    the tokens that the step before has drawn."""
 
     name = ""
     fields: tuple[Field, ...] = ()
@@ -166,10 +166,9 @@ class LogitsStage:
         to do. `draws_R`: whose draw is used. Modifies: step.arrays, where it fills in its fields."""
         return None
 
-    def begin(self, drawn: Sequence[int]) -> Callable[[], Arrays]:
-        """Begins to compute the fields that come late; what it returns gives them. `drawn`: the tokens of the step
-        before, if it waits for them."""
-        return dict
+    def late_fields(self, drawn: Sequence[int]) -> Arrays:
+        """The fields that come late. `drawn`: the tokens of the step before, if it waits for them."""
+        return {}
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
         """The edited logits. Modifies: the storage of logits_RV."""

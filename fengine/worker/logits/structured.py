@@ -1,8 +1,8 @@
 """Structured output: a mask for each row that draws under a grammar. What computes it plugs in with the request. The
-masks of a step depend on the tokens of the one before, so a thread computes them while the forward pass runs. They
-reach the device as late as the logits are there: the only inputs that do not come with the step's others."""
+masks of a step depend on the tokens of the one before: they are computed while the forward pass runs, and reach the
+device as late as the logits are there, the only inputs that do not come with the step's others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,15 +51,10 @@ class Masks(LogitsStage):
         self.failed: dict[int, FengineError] = {}
         self.waits = any(row.fed is not None for row in rows)
 
-    def begin(self, drawn: Sequence[int]) -> Callable[[], Arrays]:
-        wait = self.grammar.masks(self.rows, drawn)
-
-        def fields() -> Arrays:
-            filled = wait()
-            self.failed = dict(filled.errors)
-            return {"mask_row_M": filled.row_M, "mask_MW": filled.mask_MW}
-
-        return fields
+    def late_fields(self, drawn: Sequence[int]) -> Arrays:
+        filled = self.grammar.masks(self.rows, drawn)
+        self.failed = dict(filled.errors)
+        return {"mask_row_M": filled.row_M, "mask_MW": filled.mask_MW}
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
         return apply_bitmask(logits_RV, tensors["mask_row_M"], tensors["mask_MW"])
