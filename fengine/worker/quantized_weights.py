@@ -47,6 +47,8 @@ def scheme_of(
     scheme = spec.of(module_of(source))
     if scheme is None or scheme.layout == "load":
         return scheme
+    if (scheme.layout == "mxfp4") != (len(source.shape) == 3):  # experts in one tensor are MXFP4's alone
+        return None
     if scheme.layout == "float":
         return scheme if source.name in entries and entries[source.name].dtype == "F8_E4M3" else None
     main = f"{source.name}_blocks" if scheme.layout == "mxfp4" else f"{module_of(source)}.{MAIN[scheme.layout]}"
@@ -165,7 +167,7 @@ def read_codes(source: Source, scheme: Scheme, read: Read, there: dict[str, Tens
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
     """The codes in the last dimension of words or bytes, lowest bits first, one a byte. Pure."""
-    raw = words.contiguous().view(torch.uint8)
+    raw = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)  # flat first: of a last dimension of 1
     return raw if bits == 8 else torch.stack((raw & 15, raw >> 4), -1).flatten(-2)
 
 

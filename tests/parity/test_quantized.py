@@ -103,6 +103,7 @@ CASES: dict[str, Case] = {
     "gptq-8-act": gptq(ACT | {"bits": 8}, bits=8, act=True),
     "packed-4": packed(integers(4, 16)),
     "packed-4-asym-half": packed(integers(4, 32, False), HALF),
+    "packed-4-asym-one-word": packed(integers(4, 16, False), {"head_dim": 8, "num_key_value_heads": 1}),
     "packed-4-act": packed(integers(4, 16, actorder="group"), act=True),
     "packed-4-odd": packed(integers(4, None), ODD),
     "packed-8-odd": packed(integers(8, None, False), ODD),
@@ -420,6 +421,26 @@ def test_what_does_not_fit_is_named(case: str, end: str, change: Any, message: s
     broken(few, f"model.layers.0.self_attn.o_proj.{end}", change)
     with pytest.raises(ModelLoadError, match=message):
         load(few)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "change", "message"),
+    [
+        (FP8, "mlp.experts.down_proj", lambda t: t.to(torch.float8_e4m3fn), "is F8_E4M3; supported: F32"),
+        (AWQ, "mlp.experts.down_proj", lambda t: None, "is missing"),
+        ({"quant_method": "mxfp4"}, "self_attn.o_proj.weight", lambda t: None, "is missing"),
+    ],
+)
+def test_what_a_method_has_no_form_for_is_named(
+    method: Any, name: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    """Experts in one tensor in any but MXFP4, and all else in it."""
+    plain = tiny_checkpoints.write(tmp_path, "gpt_oss", dtype=torch.bfloat16)
+    broken(plain, name := f"model.layers.0.{name}", change)
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": method}
+    (plain / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=f"tensor '{name}'.*{message}"):
+        load(plain)
 
 
 def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
