@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fengine.ops.cpu import contiguous, integers, schedule
 from fengine.ops.registration import op
-from fengine.ops.sampling_kernels import launch
+from fengine.ops.sampling_rows import launch
 
 MASS_BITS = 40  # a probability of 1 is a mass of 2^40
 

@@ -14,7 +14,7 @@ from test_ops import draw_case, mixed_rows, normal
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import edit_logits, logprobs, sampling, sampling_kernels
+from fengine.ops import edit_logits, logprobs, sampling, sampling_rows
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = [] if INTERPRETED else [pytest.mark.gpu]
@@ -277,7 +277,7 @@ def test_the_likeliest(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @kernel_test
 def test_logprobs_have_the_bits_of_the_draw(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sampling_kernels, logprobs):
+    for module in (sampling_rows, logprobs):
         monkeypatch.setattr(module, "BLOCK", 512)
     for vocab in (1100,) if INTERPRETED else (1100, 512, 151936):
         case = {name: value.to(DEVICE) for name, value in mixed_rows(7, vocab).items()}

@@ -174,7 +174,7 @@ def test_triton_decodes_what_rows_of_many_tokens_see_and_reads_codes_where_there
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("width", "groups", "size"), [(256, 1, 64), (128, 8, 64), (128, 2, 16), (64, 2, 64), (80, 1, 16)])
+@pytest.mark.parametrize("width,groups,size", [(256, 1, 64), (128, 8, 64), (128, 2, 16), (64, 2, 64), (80, 1, 16)])
 def test_on_a_device_bits_are_those_of_the_stored_numbers(width: int, groups: int, size: int) -> None:
     # Long rows: sums of other columns differ in one of some 10,000 numbers.
     few = inputs(width, 4 * groups, groups, torch.bfloat16, "cuda", size, (3000, 2500, 2040, 5000))

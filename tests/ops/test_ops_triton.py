@@ -38,7 +38,7 @@ from fengine.ops import (
     rope,
     rope_kernels,
     sampling,
-    sampling_kernels,
+    sampling_rows,
     w8a8,
 )
 from fengine.ops.proof import captured
@@ -342,11 +342,12 @@ def test_attention_finds_a_long_row_behind_many(empty: int):
     assert_close(attention.launch(*args, chosen=chosen), attention.reference(*args), torch.float32)
 
 
-@pytest.mark.parametrize("most", [pytest.param(most, marks=on_device) for most in (sampling_kernels.MOST, 64)])
+@pytest.mark.parametrize("most", [pytest.param(most, marks=on_device) for most in (sampling_rows.MOST, 64)])
 def test_draw(most: int, monkeypatch: pytest.MonkeyPatch):
     """With room for every candidate, and with so little that rows are searched whole."""
-    monkeypatch.setattr(sampling_kernels, "MOST", most)
-    monkeypatch.setattr(sampling_kernels, "BLOCK", 512)
+    monkeypatch.setattr(sampling_rows, "MOST", most)
+    monkeypatch.setattr(sampling_rows, "BLOCK", 512)
+    monkeypatch.setattr(sampling_rows, "ROW_BLOCK", 256)
     rows, vocab = 12, 1100
     case = {name: value.to(DEVICE) for name, value in mixed_rows(rows, vocab).items()}
     case["logits_RV"][11, 1099] = torch.nan
