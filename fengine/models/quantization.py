@@ -196,8 +196,9 @@ def _gptq(read: ConfigReader) -> Quantization:
 def _fp8(read: ConfigReader) -> Quantization:
     """DeepSeek's and transformers' blocks, and one scale a tensor or channel, as older tools write them."""
     _refuse_rest(read, {"activation_scheme", "modules_to_not_convert", "ignored_layers", "scale_fmt", "kv_cache_scheme",
-                        "weight_per_tensor"})  # fmt: skip
+                        "weight_per_tensor", "expert_dtype"})  # fmt: skip
     _one_of(read, "fmt", ("e4m3",), "e4m3")
+    _one_of(read, "expert_dtype", ("fp8",), "fp8")
     _one_of(read, "activation_scheme", ("dynamic", "static"), "dynamic")
     _refuse_cache(read)
     rules = _kept(read, _names(read, "modules_to_not_convert", "ignored_layers"))
@@ -230,7 +231,8 @@ def _compressed(read: ConfigReader) -> Quantization:
     _refuse_rest(read, {"config_groups", "ignore", "format", "kv_cache_scheme", "sparsity_config", "transform_config"})
     _refuse_cache(read)
     for name in ("sparsity_config", "transform_config"):
-        if read.config.get(name) and read.config[name] != {"format": "dense"}:
+        told = read.config.get(name)
+        if told and not (isinstance(told, dict) and told.get("format") == "dense"):
             raise _unbuilt(f"{name} {read.config[name]!r:.80}")
     groups = read.config.get("config_groups")
     each = [*groups.values()] if isinstance(groups, dict) else []

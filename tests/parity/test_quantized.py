@@ -469,6 +469,7 @@ def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> 
         (GPTQ | {"dynamic": {"+:.*up.*": {"rotation": "h"}}}, "rotation = 'h'"),
         (GPTQ | {"format": "gptq_v2"}, "checkpoint_format 'gptq' and 'gptq_v2'"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
         (compressed("marlin-24", integers(4, 16)), "format 'marlin-24'"),
         (compressed("pack-quantized", integers(4, 16, rotation="h")), "rotation = 'h'"),
         (compressed("int-quantized", integers(8, None)), "format 'int-quantized'"),
@@ -484,6 +485,17 @@ def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> 
 def test_what_is_not_built_is_refused_by_name(config: Any, message: str) -> None:
     with pytest.raises(UnsupportedFormatError, match=message):
         read_quantization({"quantization_config": config})
+
+
+def test_what_tools_write_of_how_dense_and_of_experts_in_fp8_changes_nothing() -> None:
+    dense = {"format": "dense", "global_sparsity": 0.14, "registry_requires_subclass": False}
+    for config, more in (
+        (compressed("pack-quantized", integers(4, 16)), {"sparsity_config": dense}),
+        (FP8, {"expert_dtype": "fp8", "scale_fmt": "float", "dequantize": False}),
+    ):
+        assert read_quantization({"quantization_config": config | more}) == read_quantization(
+            {"quantization_config": config}
+        )
 
 
 @pytest.mark.parametrize(
