@@ -24,6 +24,9 @@ TOOLS = {  # what tools write beside it: how scales were found, and which kernel
     "use_optimized_inference", "observer", "observer_kwargs", "input_activations", "output_activations", "format",
     "modules_to_convert", "autoround_version", "iters", "seqlen", "nsamples", "low_gpu_mem_usage",
     "weight_block_size",
+    "amp", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gradient_accumulate_steps", "lr",
+    "minmax_lr", "scale_dtype", "to_quant_block_names", "act_bits", "act_data_type", "act_dynamic", "act_group_size",
+    "act_sym", "low_cpu_mem_usage",
 }  # fmt: skip
 
 
@@ -152,7 +155,8 @@ def _kept(read: ConfigReader, names: list[str]) -> list[tuple[str, Scheme | None
 
 def _awq(read: ConfigReader) -> Quantization:
     _refuse_rest(read, {"bits", "w_bit", "group_size", "q_group_size", "zero_point", "modules_to_not_convert", "sym",
-                        "desc_act", "checkpoint_format", "lm_head"})  # fmt: skip
+                        "desc_act", "checkpoint_format", "lm_head", "data_type"})  # fmt: skip
+    _one_of(read, "data_type", ("int",), "int")
     layout = read.config.get("version") or read.config.get("format") or "gemm"
     if str(layout).lower() != "gemm":
         raise _unbuilt(f"AWQ's version {layout!r:.80}")
@@ -169,7 +173,8 @@ OFFSETS = {"gptq": 1, "gptq_v2": 0, None: None}  # of zero points, by the format
 def _gptq(read: ConfigReader) -> Quantization:
     def scheme(told: ConfigReader) -> Scheme:
         _refuse_rest(told, {"bits", "group_size", "sym", "desc_act", "checkpoint_format", "lm_head", "dynamic",
-                            "modules_to_not_convert"})  # fmt: skip
+                            "modules_to_not_convert", "data_type"})  # fmt: skip
+        _one_of(told, "data_type", ("int",), "int")
         forms = [told.config[key] for key in ("checkpoint_format", "format") if told.config.get(key)] or [None]
         if forms[0] not in tuple(OFFSETS) or forms[-1] != forms[0]:
             raise _unbuilt(f"GPTQ's checkpoint_format {' and '.join(map(repr, forms)):.80}")

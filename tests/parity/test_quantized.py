@@ -470,6 +470,7 @@ def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> 
         (GPTQ | {"format": "gptq_v2"}, "checkpoint_format 'gptq' and 'gptq_v2'"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+        (GPTQ | {"data_type": "mx_fp"}, "data_type 'mx_fp'"),
         (compressed("marlin-24", integers(4, 16)), "format 'marlin-24'"),
         (compressed("pack-quantized", integers(4, 16, rotation="h")), "rotation = 'h'"),
         (compressed("int-quantized", integers(8, None)), "format 'int-quantized'"),
@@ -487,11 +488,22 @@ def test_what_is_not_built_is_refused_by_name(config: Any, message: str) -> None
         read_quantization({"quantization_config": config})
 
 
-def test_what_tools_write_of_how_dense_and_of_experts_in_fp8_changes_nothing() -> None:
+AUTO_ROUND = {  # Intel/Qwen3-14B-int4-AutoRound-gptq-inc
+    "act_bits": 16, "act_data_type": "int", "act_dynamic": True, "act_group_size": 128, "act_sym": True, "amp": True,
+    "autoround_version": "0.5.1", "batch_size": 8, "data_type": "int", "enable_minmax_tuning": True,
+    "enable_norm_bias_tuning": False, "enable_quanted_input": True, "gradient_accumulate_steps": 1, "iters": 1000,
+    "low_gpu_mem_usage": True, "lr": 0.001, "minmax_lr": 0.001, "nsamples": 512, "scale_dtype": "torch.float16",
+    "seqlen": 2048, "super_bits": None, "super_group_size": None, "to_quant_block_names": None,
+}  # fmt: skip
+
+
+def test_what_tools_write_of_how_they_came_to_it_changes_nothing() -> None:
     dense = {"format": "dense", "global_sparsity": 0.14, "registry_requires_subclass": False}
     for config, more in (
         (compressed("pack-quantized", integers(4, 16)), {"sparsity_config": dense}),
         (FP8, {"expert_dtype": "fp8", "scale_fmt": "float", "dequantize": False}),
+        (GPTQ, AUTO_ROUND),
+        (AWQ, AUTO_ROUND),
     ):
         assert read_quantization({"quantization_config": config | more}) == read_quantization(
             {"quantization_config": config}
