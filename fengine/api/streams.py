@@ -136,7 +136,8 @@ class OutputCollector:
         if state.fault is None and not isinstance(state.error, NumericsError):
             return False
         if state.output.finish is None:
-            code, kind = (500, "InternalServerError") if state.fault is None else (400, "BadRequestError")
+            ours = isinstance(state.error, NumericsError)
+            code, kind = (500, "InternalServerError") if ours else (400, "BadRequestError")
             code, kind = (503, "ServiceUnavailable") if isinstance(state.fault, TimedOutError) else (code, kind)
             reason = {"type": "abort", "message": str(state.error), "status_code": code, "err_type": kind}
             state.output = state.output._replace(finish=reason)

@@ -7,6 +7,7 @@ import numpy as np
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput, Scores, Span, StepOutput
 from fengine.engine.request_state import RequestState
+from fengine.errors import NumericsError
 from fengine.worker.pools import pools_of
 
 Head = Callable[[np.ndarray], np.ndarray]  # pooled [D] -> [C], the checkpoint's own
@@ -14,14 +15,14 @@ Head = Callable[[np.ndarray], np.ndarray]  # pooled [D] -> [C], the checkpoint's
 
 def record(states: Mapping[str, RequestState], step: SchedulerOutput, out: StepOutput, head: Head) -> dict[str, str]:
     """Puts what a step found into the states of its requests; those that have ended meanwhile get nothing. To be called
-    before `Scheduler.update` of the same step; returns its `faults`. Modifies: the states, and `out.logprobs` where a
-    pooled row turns out not to be finite: it becomes NaN, as for a row that draws."""
+    before `Scheduler.update` of the same step; returns its `faults`. Modifies: the states, and `out.logprobs` where
+    what was asked of a row's prompt turns out not to be finite: it becomes NaN, as for a row that draws."""
     found = [_open(states, request) for request in step.requests]
     _add_faults(found, out)
     for spans, scores in out.prompts:
         for span in spans:
-            if (state := found[span.row]) is not None:
-                _add_prompt(state, span, scores)
+            if (state := found[span.row]) is not None and not _add_prompt(state, span, scores):
+                out.logprobs[span.row] = float("nan")
     if out.outputs is not None:
         rows = _drawn(step, out) + _drawn_behind(step, out)
         _add_outputs([(at, state) for at, row in rows if (state := found[row]) is not None], out.outputs)
@@ -59,7 +60,14 @@ def _pairs(logprobs: np.ndarray, ids: np.ndarray) -> list[list[tuple[float, int]
     return [list(zip(*row, strict=True)) for row in zip(logprobs.tolist(), ids.tolist(), strict=True)]
 
 
-def _add_prompt(state: RequestState, span: Span, scores: Scores) -> None:
+def _not_finite(state: RequestState, what: str, at: int) -> None:
+    """Whatever comes behind it may be finite: a window moves on."""
+    message = f"request {state.request.rid!r}: non-finite {what} at position {at}; dtype=float32 may help"
+    state.fault = state.fault or NumericsError(message)
+
+
+def _add_prompt(state: RequestState, span: Span, scores: Scores) -> bool:
+    """Keeps logprobs of the prompt's tokens; False if they are not finite."""
     request, params, start = state.request, state.request.params, state.request.params.logprob_start
     assert start is not None, "input logprobs of a request that asked for none"
     first = not state.input_logprobs  # the first position has nothing in front of it that could be asked
@@ -77,6 +85,10 @@ def _add_prompt(state: RequestState, span: Span, scores: Scores) -> None:
     if params.logprob_ids:
         ids = np.broadcast_to(np.array(params.logprob_ids), (len(logprob_PK), len(params.logprob_ids)))
         state.input_ids += [None] * first + _pairs(logprob_PK[:, 1 : 1 + ids.shape[1]], ids)
+    if not (bad := np.isnan(logprob_PK[:, 0])).any():
+        return True
+    _not_finite(state, "logits", begin + 1 + int(bad.argmax()))
+    return False
 
 
 def _drawn_behind(step: SchedulerOutput, out: StepOutput) -> list[tuple[int, int]]:
@@ -133,7 +145,10 @@ def _add_hidden(state: RequestState, first: int, rows: np.ndarray) -> bool:
         state.totals = [
             pool.add(total, row, at) for pool, total in zip(pools, state.totals or [0.0] * len(pools), strict=True)
         ]
-    return bool(np.isfinite(rows).all())
+    if (good := np.isfinite(rows).all(axis=1)).all():
+        return True
+    _not_finite(state, "hidden states", first + int(good.argmin()))
+    return False
 
 
 def _finish_pool(state: RequestState, head: Head) -> None:

@@ -67,7 +67,7 @@ class RequestState:
     # "last": [D] of the last step, or of every step if a stop string may end the output at an earlier one
     embedding: np.ndarray | None = None  # [D] for each way to pool, not normalised; or the head's output [C]
     totals: list[Any] = field(default_factory=list)  # [D] float64: what is pooled so far, each way
-    fault: FengineError | None = None  # of what it brought along: a logit processor, a grammar
+    fault: FengineError | None = None  # of what it brought along, as a grammar; of its prompt: numbers not finite
 
     @property
     def done(self) -> bool:
@@ -105,6 +105,7 @@ class RequestState:
         request = self.request
         if not request.params.bare and not request.num_output:
             self.input_logprobs, self.input_top, self.input_ids, self.hidden, self.totals = [], [], [], [], []
+            self.fault = None
             request.num_cached, request.num_scored, request.num_seen = 0, 0, 0
 
 

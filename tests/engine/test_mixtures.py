@@ -96,3 +96,29 @@ async def together(llm: Engine, prompts: list[list[int]]) -> list[Any]:
     """The outputs of requests in one batch, or their errors."""
     calls = [llm.async_generate(input_ids=ids, sampling_params=GREEDY, return_logprob=True) for ids in prompts]
     return await asyncio.gather(*calls, return_exceptions=True)
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_what_is_asked_of_a_prompt_is_finite_or_an_error_however_it_is_cut(chunk: int, tmp_path: Path) -> None:
+    """Windows leave NaN behind: the last token, and an answer, may be finite."""
+    model = tiny_checkpoints.write(
+        tmp_path, "mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
+    )
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.embed_tokens.weight"][77] = torch.nan
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    bad, options = [5, 6, 7, 77, *range(8, 37)], {"chunked_prefill_size": chunk, "page_size": 4}
+    with start(model, **options) as llm:
+        want = ask(llm, [[1, *bad[4:]]])  # which sees as much of the rest
+        assert ask(llm, [bad])[0][0] and ask(llm, [[1, *bad[4:]]], logprob_start_len=0) == want
+        with pytest.raises(NumericsError, match="non-finite logits at position 4"):
+            ask(llm, [bad], logprob_start_len=0)
+    modules = [{"type": f"x.{kind}", "path": kind * n} for n, kind in enumerate(("Transformer", "Pooling"))]
+    (model / "modules.json").write_text(json.dumps(modules))
+    (model / "Pooling").mkdir()
+    (model / "Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    with (
+        start(model, is_embedding=True, **options) as llm,
+        pytest.raises(NumericsError, match="hidden states at position 3"),
+    ):
+        llm.encode(bad)
