@@ -115,6 +115,8 @@ def test_a_name_may_be_a_tasks_where_there_are_tasks() -> None:
         ("Hello", "write key=value: a model is model=Hello or model.path=DIR"),
         ("--reasoning-parser qwen3", "is told apart"),
         ("--ssl-keyfile k", "there is no TLS; put a proxy in front"),
+        ("seed=1,2", "seed=1,2: several values. Give one,"),
+        ("hydra.mode=MULTIRUN", "a server has one configuration: leave -m and hydra.mode out"),
     ],
 )
 def test_what_a_server_lacks_is_told_where_it_is(words: str, said: str) -> None:

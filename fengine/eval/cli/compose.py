@@ -88,11 +88,13 @@ def jobs(command: Namespace, schema: Schema) -> list[Point | BadPoint]:
         plain = [o.input_line or "" for o in given if not o.is_sweep_override()]
         master = compose(main, command, plain, schema)
         if command.multirun or str(master.hydra.mode).endswith("MULTIRUN"):
+            if not schema.sweeps:
+                raise ConfigError("a server has one configuration: leave -m and hydra.mode out")
             return _sweep(main, command, master, given, schema)
         if several := next((o for o in given if o.is_sweep_override()), None):
-            key = several.get_key_element()
+            key, remedy = several.get_key_element(), "Add -m to sweep over them" if schema.sweeps else "Give one"
             raise ConfigError(
-                f"{several.input_line}: several values. Add -m to sweep over them,\n"
+                f"{several.input_line}: several values. {remedy},\n"
                 f"""or quote what is one text or one list: {key}='"a, b"'  {key}='["a", "b"]'"""
             )
         if master.hydra.runtime.choices["hydra/launcher"] != "basic":

@@ -31,6 +31,7 @@ class Schema:
     program: str = "fengine"
     one_file: bool = True  # `out` names one file, which several points of a sweep cannot share
     launchers: bool = False  # whether Hydra's launchers may run the points of a sweep
+    sweeps: bool = True  # whether it may have several configurations
 
     def __post_init__(self) -> None:
         """The class gets a name in `kind`, so that processes of a launcher find it there."""

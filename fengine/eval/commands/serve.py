@@ -10,7 +10,7 @@ from types import ModuleType
 
 from fengine import config as engine_config
 from fengine.config import EngineConfig
-from fengine.errors import ConfigError, MissingExtraError
+from fengine.errors import MissingExtraError
 from fengine.eval.cli.command import OK, composed
 from fengine.eval.cli.compose import points
 from fengine.eval.cli.engines import open_engine
@@ -36,7 +36,7 @@ def check(config: ServeRun) -> list[str]:
     return engine_config.check(config.engine) + server_config.check(config.serve) + seed
 
 
-SERVE = Schema(ServeRun, "serve", "serve_schema", check, "fengine serve")
+SERVE = Schema(ServeRun, "serve", "serve_schema", check, "fengine serve", sweeps=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,8 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(command: Namespace) -> int:
-    if command.multirun:
-        raise ConfigError("a server has one configuration: leave -m out")
     (point,) = points(command, SERVE)
     return run(point.config)
 
