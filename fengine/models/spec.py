@@ -93,13 +93,14 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A checkpoint's method, and rules: of a module the first whose expression matches its whole name holds."""
+    """A checkpoint's method, and rules: of a module the first whose expression matches one of its whole names holds."""
 
     method: str
     rules: tuple[tuple[str, Scheme | None], ...]  # None: kept whole
 
-    def of(self, module: str) -> Scheme | None:
-        return next((scheme for pattern, scheme in self.rules if re.fullmatch(pattern, module)), None)
+    def of(self, *names: str) -> Scheme | None:
+        rules = (scheme for pattern, scheme in self.rules if any(re.fullmatch(pattern, name) for name in names))
+        return next(rules, None)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def scheme_of(
     """How a source is stored: None where it is whole, which the checkpoint's tensors tell; a tower always is. Pure."""
     if spec is None or not weight.matrix or weight.path[0] in ("embed", "vision"):
         return None
-    scheme = spec.of(module_of(source))
+    scheme = spec.of(*{module_of(source), _stored(module_of(source), entries)})
     if scheme is None or scheme.layout == "load":
         return scheme
     if (scheme.layout == "mxfp4") != (len(source.shape) == 3):  # experts in one tensor are MXFP4's alone
@@ -53,6 +53,12 @@ def scheme_of(
         return scheme if source.name in entries and entries[source.name].dtype == "F8_E4M3" else None
     main = f"{source.name}_blocks" if scheme.layout == "mxfp4" else f"{module_of(source)}.{MAIN[scheme.layout]}"
     return scheme if main in entries or source.name not in entries else None
+
+
+def _stored(module: str, entries: dict[str, TensorEntry]) -> str:
+    """A module's name in the file, by which a tool's rules know it: a decoder beside a tower has another one here."""
+    ends = [f".{end}" for end in ("weight", *MAIN.values()) if f"{module}.{end}" in entries]
+    return entries[module + ends[0]].stored.removesuffix(ends[0]) if ends else module
 
 
 def parts_of(source: Source, scheme: Scheme) -> dict[str, Part]:

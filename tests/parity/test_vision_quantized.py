@@ -61,6 +61,32 @@ def test_bits_are_those_of_the_dequantized_checkpoint(family: str, tmp_path: Pat
     assert found[0] == found[1]
 
 
+def test_rules_name_the_decoder_as_the_file_does(tmp_path: Path) -> None:
+    few, dense = few_and_dense(tmp_path, "llava")
+    told = json.loads((few / "config.json").read_text())
+    weights = {"type": "int", "strategy": "group", "group_size": 16, "symmetric": True}
+    groups = {
+        "mlp": {"targets": ["re:.*language_model.*mlp.*"], "weights": weights | {"num_bits": 8}},
+        "rest": {"targets": ["Linear"], "weights": weights | {"num_bits": 4}},
+    }
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    (few / "config.json").write_text(json.dumps(told | {"quantization_config": config}))
+    whole, maker = load_file(dense / "model.safetensors"), Maker(0, torch.bfloat16)
+    stored = dict(whole)
+    for name in [name for name, one in whole.items() if "language_model" in name and "_proj.weight" in name]:
+        n, k = stored.pop(name).shape
+        parts, whole[name] = maker.packed(n, k, 16, 8 if "mlp" in name else 4)
+        stored |= {f"{name.removesuffix('weight')}{part}": one for part, one in parts.items()}
+    for folder, tensors in ((few, stored), (dense, whole)):
+        save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors")
+    asked: dict[str, Any] = {"input_ids": [5, 6, 7], "return_logprob": True, "sampling_params": {"max_new_tokens": 4}}
+    found = []
+    for path in (few, dense):
+        with Engine(model_path=str(path), device="cpu", skip_tokenizer_init=True, random_seed=0) as engine:
+            found.append(engine.generate(**asked)["meta_info"]["output_token_logprobs"])
+    assert found[0] == found[1]
+
+
 def test_a_tower_in_few_bits_is_refused(tmp_path: Path) -> None:
     path, _ = few_and_dense(tmp_path, "llava", towers=True)
     with pytest.raises(ModelLoadError, match="vision"):
