@@ -30,7 +30,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
     read = ConfigReader(config)
     refuse_others(config, {"swiglu_alpha": ALPHA})
     limit = read.number("swiglu_limit", LEAST, MOST, default=7.0)
-    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
         config = config | {"rope_parameters": ROPE}
     spec = with_experts(read, decoder_spec(config), "intermediate_size", renormalise=True)
     spec = replace(spec, experts=spec.experts and replace(spec.experts, limit=limit))

@@ -242,6 +242,7 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
 
 TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {"rope_parameters": None, "rope_theta": 300.0}),
+    ("gpt_oss", {"rope_parameters": None, "rope_theta": 300.0, "rope_scaling": {}}),
     ("mistral", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
     ("qwen2_moe", {"layer_types": None, "max_window_layers": 3, "use_sliding_window": True, "sliding_window": 6}),
 ]
