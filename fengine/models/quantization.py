@@ -232,13 +232,18 @@ def _mxfp4(read: ConfigReader) -> Quantization:
     return Quantization("mxfp4", (*rules, (".*", Scheme("mxfp4", "fp4", (1, 32)))))
 
 
-def _compressed(read: ConfigReader) -> Quantization:
-    _refuse_rest(read, {"config_groups", "ignore", "format", "kv_cache_scheme", "sparsity_config", "transform_config"})
-    _refuse_cache(read)
+def _refuse_other_forms(read: ConfigReader) -> None:
+    """What compressed-tensors may do beside rounding."""
     for name in ("sparsity_config", "transform_config"):
         told = read.config.get(name)
         if told and not (isinstance(told, dict) and told.get("format") == "dense"):
-            raise _unbuilt(f"{name} {read.config[name]!r:.80}")
+            raise _unbuilt(f"{name} {told!r:.80}")
+
+
+def _compressed(read: ConfigReader) -> Quantization:
+    _refuse_rest(read, {"config_groups", "ignore", "format", "kv_cache_scheme", "sparsity_config", "transform_config"})
+    _refuse_cache(read)
+    _refuse_other_forms(read)
     groups = read.config.get("config_groups")
     each = [*groups.values()] if isinstance(groups, dict) else []
     told = all(isinstance(group, dict) and isinstance(group.get("weights") or {}, dict) for group in each)
