@@ -25,7 +25,7 @@ from fengine.core.sampling_params import SamplingParams as Params
 from fengine.core.scheduler import Scheduler
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
-from fengine.errors import ConfigError, LogitProcessorError
+from fengine.errors import ConfigError, LogitProcessorError, NumericsError
 from fengine.ops import linear
 from fengine.worker.chunks import PromptRows
 from fengine.worker.input_batch import InputBatch
@@ -551,7 +551,7 @@ def test_a_row_of_nan_is_the_models_fault_also_with_a_processor(checkpoint: Path
         requests: list[Any] = run(found, [Ask(prompt(9), noting), Ask(prompt(9), Params(pool="mean"), new=0)])
     for request in requests:
         assert request.finish["type"] == "abort" and "non-finite" in request.finish["message"]
-        assert request.record.fault is None
+        assert request.record.fault is None or type(request.record.fault) is NumericsError  # a server says 500
     assert not calls
 
 
