@@ -77,7 +77,7 @@ class Schedule(NamedTuple):
     tiles: Tiles | None  # None: `rows_kernel` computes every row
 
 
-HOPPER = Tiles(True, attention_hopper.BM, 12, 3)
+HOPPER = Tiles(True, attention_hopper.BM, 12, 0)  # its rings follow from the width
 WHOLE_HOPPER = Tiles(True, attention_whole_hopper.BM, 12, attention_whole_hopper.STAGES)
 
 

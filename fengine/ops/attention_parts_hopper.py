@@ -49,9 +49,10 @@ def weights_of(s, m, c, none):
 
 @gluon.jit
 def store_rows(o_ptr, o, WHO: gl.constexpr, line, left, part, H: gl.constexpr, K: gl.constexpr, PACK: gl.constexpr,
-               LINES: gl.constexpr):  # fmt: skip
+               LINES: gl.constexpr, FIRST: gl.constexpr = 0):  # fmt: skip
+    """Columns FIRST and on of a group's rows."""
     i = WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
+    d = FIRST + gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, LINES))
     at = (line + i // PACK).to(gl.int64) * H + part * PACK + i % PACK
     gl.store(o_ptr + at[:, None] * K + d[None, :], gl.convert_layout(o, LINES),
              mask=(i // PACK < left)[:, None] & (d < K)[None, :])  # fmt: skip
@@ -79,19 +80,18 @@ def end_chunk(acc2, a, b, sum, kept, parked_ptr, o_ptr, line, left, part, some, 
         end_chunk(two, a, b, sum, kept, parked_ptr, o_ptr, line, left, part, some, last, WHO, FIRST + WIDTH // 2, H, K,
                   PACK)  # fmt: skip
     else:
-        ROW: gl.constexpr = gl.SliceLayout(1, acc2.type.layout)
+        OWN: gl.constexpr = acc2.type.layout
+        ROW: gl.constexpr = gl.SliceLayout(1, OWN)
         i = WHO * 64 + gl.arange(0, 64, layout=ROW)
-        d = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc2.type.layout))
+        d = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OWN))
         at = parked_ptr + (gl.program_id(0) * 128 + i)[:, None] * K + d[None, :]
-        acc = gl.full([64, WIDTH], -0.0, gl.float32, acc2.type.layout)
+        acc = gl.full([64, WIDTH], -0.0, gl.float32, OWN)
         if some:
             acc = gl.load(at)
         acc *= gl.convert_layout(a, ROW)[:, None]
         acc = gl.fma(acc2, gl.convert_layout(b, ROW)[:, None] + gl.zeros_like(acc2), acc)
         if last:
             o = acc * gl.convert_layout(kept, ROW)[:, None] / gl.convert_layout(sum, ROW)[:, None]
-            row = (line + i // PACK).to(gl.int64) * H + part * PACK + i % PACK
-            gl.store(o_ptr + row[:, None] * K + d[None, :], o.to(o_ptr.dtype.element_ty),
-                     mask=(i // PACK < left)[:, None])  # fmt: skip
+            store_rows(o_ptr, o.to(o_ptr.dtype.element_ty), WHO, line, left, part, H, K, PACK, OWN, FIRST)
         else:
             gl.store(at, acc)
