@@ -5,8 +5,7 @@ that admits all texts, `counted` one that counts their characters, `json` a sche
 with such JSON; each row up to its last token. So the draws are the same (`equal` is the share that is). Rates are of
 the steps behind the prompts. `without`, `with` and `again` (without once more) take turns, forth and back; `with /
 without` is the median over all turns against the mean of the two beside it, and `fastest` compares the fastest turns;
-`again / without` is the noise. `mask_us` is what the matchers take for the masks of a step. On
-CUDA the same.
+`again / without` is the noise. `mask_us` is what the matchers take for the masks of a step. On CUDA the same.
 
 `pauses` is the longest time between two steps of four running rows while a grammar is compiled that is large, or that
 has no end, and `compile_s` how long it took until it was there or refused.

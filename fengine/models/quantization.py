@@ -23,10 +23,9 @@ TOOLS = {  # what tools write beside it: how scales were found, and which kernel
     "global_compression_ratio", "run_compressed", "dequantize", "fmt", "hyb_act", "provider",
     "use_optimized_inference", "observer", "observer_kwargs", "input_activations", "output_activations", "format",
     "modules_to_convert", "autoround_version", "iters", "seqlen", "nsamples", "low_gpu_mem_usage",
-    "weight_block_size",
-    "amp", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gradient_accumulate_steps", "lr",
-    "minmax_lr", "scale_dtype", "to_quant_block_names", "act_bits", "act_data_type", "act_dynamic", "act_group_size",
-    "act_sym", "low_cpu_mem_usage",
+    "weight_block_size", "amp", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
+    "gradient_accumulate_steps", "lr", "minmax_lr", "scale_dtype", "to_quant_block_names", "act_data_type",
+    "act_dynamic", "act_group_size", "act_sym", "low_cpu_mem_usage",
 }  # fmt: skip
 
 
@@ -155,8 +154,9 @@ def _kept(read: ConfigReader, names: list[str]) -> list[tuple[str, Scheme | None
 
 def _awq(read: ConfigReader) -> Quantization:
     _refuse_rest(read, {"bits", "w_bit", "group_size", "q_group_size", "zero_point", "modules_to_not_convert", "sym",
-                        "desc_act", "checkpoint_format", "lm_head", "data_type"})  # fmt: skip
+                        "desc_act", "checkpoint_format", "lm_head", "data_type", "act_bits"})  # fmt: skip
     _one_of(read, "data_type", ("int",), "int")
+    _one_of(read, "act_bits", (16,), 16)
     layout = read.config.get("version") or read.config.get("format") or "gemm"
     if str(layout).lower() != "gemm":
         raise _unbuilt(f"AWQ's version {layout!r:.80}")
@@ -173,8 +173,9 @@ OFFSETS = {"gptq": 1, "gptq_v2": 0, None: None}  # of zero points, by the format
 def _gptq(read: ConfigReader) -> Quantization:
     def scheme(told: ConfigReader) -> Scheme:
         _refuse_rest(told, {"bits", "group_size", "sym", "desc_act", "checkpoint_format", "lm_head", "dynamic",
-                            "modules_to_not_convert", "data_type"})  # fmt: skip
+                            "modules_to_not_convert", "data_type", "act_bits"})  # fmt: skip
         _one_of(told, "data_type", ("int",), "int")
+        _one_of(told, "act_bits", (16,), 16)
         forms = [told.config[key] for key in ("checkpoint_format", "format") if told.config.get(key)] or [None]
         if forms[0] not in tuple(OFFSETS) or forms[-1] != forms[0]:
             raise _unbuilt(f"GPTQ's checkpoint_format {' and '.join(map(repr, forms)):.80}")
@@ -234,10 +235,9 @@ def _mxfp4(read: ConfigReader) -> Quantization:
 
 def _refuse_other_forms(read: ConfigReader) -> None:
     """What compressed-tensors may do beside rounding."""
-    for name in ("sparsity_config", "transform_config"):
-        told = read.config.get(name)
-        if told and not (isinstance(told, dict) and told.get("format") == "dense"):
-            raise _unbuilt(f"{name} {told!r:.80}")
+    sparsity, transform = (read.config.get(name) for name in ("sparsity_config", "transform_config"))
+    if transform or (sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense")):
+        raise _unbuilt(f"sparsity_config {sparsity!r:.80} with transform_config {transform!r:.80}")
 
 
 def _compressed(read: ConfigReader) -> Quantization:

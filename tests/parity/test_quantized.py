@@ -471,6 +471,8 @@ def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> 
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
         (GPTQ | {"data_type": "mx_fp"}, "data_type 'mx_fp'"),
+        (AWQ | {"act_bits": 8}, "act_bits 8"),
+        (compressed("pack-quantized", integers(4, 16)) | {"transform_config": {"format": "dense"}}, "transform_config"),
         (compressed("marlin-24", integers(4, 16)), "format 'marlin-24'"),
         (compressed("pack-quantized", integers(4, 16, rotation="h")), "rotation = 'h'"),
         (compressed("int-quantized", integers(8, None)), "format 'int-quantized'"),
