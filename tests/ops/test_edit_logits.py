@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import INTERPRETED, run_interpreted, starts_interpreter
+from interpreted import INTERPRETED
 from test_ops import draw_case, mixed_rows, normal
 from torch import Tensor
 
@@ -19,11 +19,6 @@ from fengine.ops import edit_logits, logprobs, sampling, sampling_rows
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = [] if INTERPRETED else [pytest.mark.gpu]
 kernel_test = pytest.mark.parametrize("kernel", [pytest.param("triton", marks=on_device)])
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-m", "not gpu", "-k", "triton")
 
 
 def penalty_case(rows: int = 6, vocab: int = 300) -> tuple[Tensor, ...]:

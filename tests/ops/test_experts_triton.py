@@ -1,6 +1,6 @@
 """The Triton kernels of the mixture of experts: in Triton's interpreter, and bits over all schedules on a device.
 
-As test_ops_triton.py, they run a second time in a process of their own, which chooses the interpreter.
+As test_ops_triton.py, they run a second time in a process that chooses the interpreter.
 """
 
 import itertools
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import INTERPRETED, run_interpreted, starts_interpreter
+from interpreted import INTERPRETED
 from torch import Tensor
 
 from fengine.ops import (
@@ -40,11 +40,6 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 ROUTINGS = [op.Routing(3), op.Routing(3, False), op.Routing(3, True, True, 2.5)]
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 gpu = pytest.mark.gpu
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter():
-    run_interpreted(__file__, "-m", "not gpu")
 
 
 def case(t: int, e: int, f: int, d: int, dtype: torch.dtype, routing: op.Routing, full: bool, limit: float = 0.0
@@ -84,9 +79,11 @@ def want(call: experts_launch.Call) -> Tensor:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "routing", "full"),
+    [((torch.float32, torch.float16)[(i + full) % 2], ROUTINGS[i], full) for i in range(3) for full in (True, False)],
+    ids=str,
+)
 def test_experts_by_kernels(dtype: torch.dtype, routing: op.Routing, full: bool):
     close = 1e-5 if dtype == torch.float32 else 4e-3
     for t, e, f, d in ((2, 8, 40, 64), (30, 5, 64, 96)):

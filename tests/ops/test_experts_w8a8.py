@@ -1,13 +1,13 @@
 """Experts that multiply in FP8: the bits of each expert's own dense products, alone, in any batch, over ranks.
 
-The Triton kernels run in Triton's interpreter, in a process of its own (see test_ops_triton.py), and on a device.
+The Triton kernels run in Triton's interpreter, in a process of its own (see test_interpreted.py), and on a device.
 """
 
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from interpreted import INTERPRETED, run_interpreted, starts_interpreter
+from interpreted import INTERPRETED
 from torch import Tensor
 
 from fengine.ops import activations, cpu, e4m3, experts_launch, linear, quantized, w8a8, w8a8_launch
@@ -148,11 +148,6 @@ def test_schedules_follow_the_rows_of_an_expert():
 
     assert tried(8, True) == [8, 16, 64] and tried(8, False) == [16, 64] and tried(1024, True) == [16, 16, 64]
     assert tried(65536, True) == [128, 64] and tried(65536, True, True) == tried(65536, False) == [64]
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter():
-    run_interpreted(__file__, "-k", "triton")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")

@@ -1,13 +1,14 @@
 """Keys and values in FP8: what is stored is what kv_fp8.py defines, and attention is that over the stored numbers.
 
-The Triton kernels run in Triton's interpreter, in a process of its own (see test_ops_triton.py), and on a device.
+The Triton kernels run in Triton's interpreter, in a process of its own (see test_interpreted.py), and on a device.
 """
 
 import math
+from functools import cache
 
 import pytest
 import torch
-from interpreted import INTERPRETED, run_interpreted, starts_interpreter
+from interpreted import INTERPRETED
 from torch import Tensor
 
 from fengine.ops import attention, attention_launch, attention_many, fp8_kernels, kv_fp8, kv_fp8_whole, rope
@@ -115,11 +116,6 @@ def test_attention_is_that_over_the_stored_numbers(width: int, heads: int, group
     torch.testing.assert_close(attention.attention(*arguments, 0.01), want, rtol=1e-4, atol=1e-4)
 
 
-@starts_interpreter
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-k", "triton")
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
 @pytest.mark.parametrize(("width", "groups"), [(32, 2), (20, 1)])
 def test_triton_stores_what_is_defined(width: int, groups: int) -> None:
@@ -141,6 +137,11 @@ def test_triton_attends_to_the_stored_numbers() -> None:
     for s in (Schedule(Rows(16, 4, 1, 1), None), Schedule(Rows(16, 4, 1, 2), Tiles(False, 16, 4, 1))):
         got, want = (attention_launch.run(Paged(*arguments), 0.2, s, CAUSAL) for arguments in (few, whole(few)))
         assert torch.equal(got[: sum(NEW)], want[: sum(NEW)])
+
+
+@cache
+def by_rows() -> Tensor:
+    return attention_launch.run(Paged(*inputs(20, 3, 3, torch.float32)), 0.3, Schedule(Rows(16, 4, 1, 1), None))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
@@ -165,7 +166,7 @@ def test_triton_decodes_what_rows_of_many_tokens_see_and_reads_codes_where_there
     shape = attention_launch._shape(Paged(*few), plain.tile)
     most = room * 4 * 16 * 3 * 20
     attention_many.launch(Paged(*few), left, 0.3 * math.log2(math.e), 2, shape, (*CAUSAL, 0.0, 3), plain, most)
-    want = attention_launch.run(Paged(*few), 0.3, Schedule(Rows(16, 4, 1, 1), None))
+    want = by_rows()
     for row in range(len(NEW)):
         tokens = slice(int(start[row]), int(start[row + 1]))
         rest = NEW[row] > 2 and row not in decoded

@@ -1,13 +1,13 @@
 """Products with weights in few bits: the bits of the dequantized matrix, whatever the codes, sizes, rows, instructions.
 
-The Triton kernels run in Triton's interpreter, in a process of its own (see test_ops_triton.py), and on a device.
+The Triton kernels run in Triton's interpreter, in a process of its own (see test_interpreted.py), and on a device.
 """
 
 import itertools
 
 import pytest
 import torch
-from interpreted import INTERPRETED, run_interpreted, starts_interpreter
+from interpreted import INTERPRETED
 from quantized_checkpoints import from_fragments, from_words
 from torch import Tensor
 
@@ -91,11 +91,6 @@ def test_encoded_codes_are_the_nearest() -> None:
         room = w.float().abs() / 16 + step / 512 if kind == "fp8" else 0.55 * step  # of symmetric codes 7.5 is clamped
         assert bool((error <= room).all()), kind
     assert quantized.joined([codes, quantized.encoded(w, "int4", 16)]) is None
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-k", "triton")
 
 
 def as_on_cuda(codes: Codes) -> quantized_launch.Matrix:

@@ -1,7 +1,7 @@
 """Products in FP8: the bits of the declared tree, of each row by itself, near to those of the dequantized matrix.
 
-The Triton kernels run in Triton's interpreter, in a process of its own (see test_ops_triton.py), and on a device, where
-they must equal the model of the tensor core.
+The Triton kernels run in Triton's interpreter, in a process of its own (see test_interpreted.py), and on a device,
+where they must equal the model of the tensor core.
 """
 
 import itertools
@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from interpreted import INTERPRETED, run_interpreted, starts_interpreter
+from interpreted import INTERPRETED
 from tensor_core import FP8_MMA, FP8_WGMMA, chain
 from torch import Tensor
 
@@ -86,11 +86,6 @@ def test_what_is_not_finite_stays_so() -> None:
 def test_other_blocks_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedFeatureError, match="blocks of 48 columns"):
         w8a8.pack(made(32, 96, 48))
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__, "-k", "triton")
 
 
 def matrix_of(codes: Codes) -> w8a8_launch.Matrix:
