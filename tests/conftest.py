@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # threads beyond the cores only spin
@@ -14,7 +15,6 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # threads beyond the
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send themselves one
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -40,8 +40,11 @@ hypothesis.settings.load_profile("busy")
 @pytest.fixture(autouse=True, scope="session")
 def fresh_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Code that torch compiled for other states of the ops is not found: it would call them by other arguments."""
-    folder: Path = tmp_path_factory.mktemp("inductor")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        own = tmp_path_factory.getbasetemp()
+        folder = (own.parent if workers else own) / "inductor"  # one for all workers
+        folder.mkdir(exist_ok=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -79,6 +82,14 @@ def frozen() -> None:
     """What lives by now is no garbage: an engine that ends collects, and need not walk through it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kept_frozen() -> None:
+    """Commands thaw it where they end: each of a module's engines behind one would walk through all that lives."""
+    engines: Any = sys.modules.get("fengine.eval.cli.engines")
+    if engines is not None:
+        engines.gc = SimpleNamespace(**vars(gc) | {"freeze": lambda: None, "unfreeze": lambda: None})
 
 
 @pytest.fixture(autouse=True)

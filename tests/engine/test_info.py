@@ -18,6 +18,7 @@ import fengine
 from fengine import Engine, ServerArgs
 from fengine.config import EngineConfig
 from fengine.errors import EngineClosedError, InvalidRequestError, ProfileError, UnsupportedFeatureError
+from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.engines import EngineCache
 
 
@@ -110,8 +111,10 @@ def test_freeze_gc(engine: Engine) -> None:
 
 
 @pytest.fixture
-def thawed() -> Iterator[None]:
-    """Nothing is frozen, as where a process begins; behind it all is again: engines that end collect."""
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is frozen, as where a process begins, and commands do it; behind it all is again: engines that end
+    collect."""
+    monkeypatch.setattr(engines_file, "gc", gc)
     gc.unfreeze()
     yield
     gc.freeze()

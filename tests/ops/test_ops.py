@@ -465,11 +465,14 @@ def small_model_case(lengths: list[int], tokens: list[int]) -> tuple:
     return normal(len(pos), 64), w, pos.clone(), slot.clone(), k, v, start, kv_len, table, last, drawing
 
 
+WIDTH: Any = {"cpp.vec_isa_ok": True}  # as engines: from the CPU's flags, not from programs that are built to try it
+
+
 @pytest.mark.parametrize("mark", [mark_dynamic, mark_unbacked])
 def test_one_graph_serves_every_size(mark: Callable[[Tensor, int], None]):
     """No graph break, no recompile, and the bits of the eager ops."""
     torch._dynamo.reset()
-    compiled = torch.compile(small_model, fullgraph=True)
+    compiled = torch.compile(small_model, fullgraph=True, options=WIDTH)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lengths, tokens in (([9, 30], [9, 4]), ([5, 8, 61, 17], [5, 8, 1, 2]), ([21, 2, 3], [1, 1, 1])):
             args, fresh = small_model_case(lengths, tokens), small_model_case(lengths, tokens)
@@ -483,6 +486,6 @@ def test_one_graph_serves_every_size(mark: Callable[[Tensor, int], None]):
 def test_compiled_code_copies_no_pages():
     torch._dynamo.reset()
     args = small_model_case([9, 30], [9, 4])
-    _, code = run_and_get_code(torch.compile(small_model, fullgraph=True), *args)
+    _, code = run_and_get_code(torch.compile(small_model, fullgraph=True, options=WIDTH), *args)
     shapes = re.findall(r"= empty_strided\w*\(\(([\d, ]+)\)", "".join(code))
     assert shapes and max(math.prod(map(int, shape.strip(", ").split(","))) for shape in shapes) < args[4].numel()

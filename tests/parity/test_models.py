@@ -535,7 +535,7 @@ def compiled_code(params: Params, spec: ModelSpec, batches: list[Tensors]) -> tu
         kv, hidden_TD = model.forward(params, spec, kv, batch)
         return kv, model.unembed(params, spec, hidden_TD.index_select(0, batch["logit_index_R"]))
 
-    compiled = torch.compile(run, fullgraph=True)
+    compiled = torch.compile(run, fullgraph=True, options={"cpp.vec_isa_ok": True})  # as in engines
 
     def all_batches() -> list[Tensor]:
         kv, logits = init_kv(spec, PAGES, PAGE_SIZE, torch.float32, "cpu"), []
