@@ -10,15 +10,13 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 pytest.importorskip("hydra")
@@ -158,8 +156,8 @@ def test_the_window_is_bounded_and_memory_flat(engines: list[FakeEngine], tmp_pa
 
     found = []
     while len(found) < 2 and min(found, default=250) >= 250:
-        few = peak(1000, "abc"[len(found)])
-        found.append((peak(3000, "abc"[len(found)]) - few) / 2000)
+        few = peak(400, "abc"[len(found)])
+        found.append((peak(1400, "abc"[len(found)]) - few) / 1000)
     assert min(found) < 250, f"{found} bytes a row"
 
 
@@ -591,34 +589,29 @@ def test_seeds_depend_on_run_row_and_sample_only() -> None:
 
 # -- the real engine ---------------------------------------------------------------------------------------------------
 
-SCRIPT = "import sys; from fengine.run import main; sys.exit(main(sys.argv[1:]))"
+KILLED = """if True:
+    import os, signal, sys, threading, time
+    from pathlib import Path
+    from fengine.run import main
 
+    def kill():
+        journal = Path("killed/journal.log")
+        while not journal.exists() or journal.read_bytes().count(b"\\n") <= {lines}:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def process(*words: str, cwd: Path) -> subprocess.Popen[bytes]:
-    root = Path(run.__file__).resolve().parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "eval", *words], cwd=cwd, env=environment, stderr=subprocess.PIPE
-    )
+    if {lines}:
+        threading.Thread(target=kill, daemon=True).start()
+    sys.exit(main({words}))
+"""
 
 
 def test_killed_processes_of_the_model_in_the_box(tmp_path: Path) -> None:
     """SIGKILL once the journal has so many lines, several times on one folder; then to the end."""
     words = ["task=addition", "task.limit=60", "sampling.temperature=0.9", "compile=none", "view=quiet"]
     assert run.main(["eval", *words, f"out={tmp_path / 'whole'}"]) == run.OK
-    journal = tmp_path / "killed" / "journal.log"
-    kills = 0
-    for lines in (1, 12, 30):
-        child = process(*words, "out=killed", "scheduler.max_running_requests=4", cwd=tmp_path)
-        while child.poll() is None:
-            if journal.exists() and journal.read_bytes().count(b"\n") > lines:
-                child.kill()
-                kills += 1
-                break
-            time.sleep(0.005)
-        child.wait(60)
-    last = process(*words, "out=killed", "scheduler.max_running_requests=4", cwd=tmp_path)
-    said = last.communicate(timeout=120)[1].decode()
-    assert last.returncode == run.OK, said
-    assert kills == 3
+    words += ["out=killed", "scheduler.max_running_requests=4"]
+    for lines, code in ((1, -signal.SIGKILL), (12, -signal.SIGKILL), (30, -signal.SIGKILL), (0, run.OK)):
+        ended = forked.run(KILLED.format(lines=lines, words=["eval", *words]), tmp_path)
+        assert ended.returncode == code, ended.stderr
     assert sha(tmp_path / "killed" / "outputs.jsonl") == sha(tmp_path / "whole" / "outputs.jsonl")

@@ -2,12 +2,11 @@
 
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from forked import run
 
 from fengine.api.engine import Engine
 from fengine.errors import (
@@ -212,7 +211,7 @@ for module in ("lm_eval_model", "inspect_model", "inspect_registry"):
 
 
 def test_a_missing_library_is_named() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    done = run(WITHOUT)
     told = [line.partition(" needs ")[2] for line in done.stdout.splitlines()]
     names = ("lm_eval", "lm-eval"), ("inspect_ai", "inspect-ai"), ("inspect_ai", "inspect-ai")
     found = [f"{library}, which is not installed: pip install 'fengine[{extra}]'" for library, extra in names]

@@ -1,14 +1,14 @@
 """`trace.json`: the trace-event format, what its steps say, and what survives a crash."""
 
 import json
-import subprocess
-import sys
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checksum import checksum_engine
+from forked import run
 
 from fengine.core.step_trace import NewPages, StepRecord
 from fengine.eval.runs import trace
@@ -79,13 +79,13 @@ def test_page_numbers_as_text() -> None:
 def test_killed_it_reads_up_to_there_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     code = (
-        "import os, signal, sys; sys.path[:0] = sys.argv[2:]\n"
+        f"import os, signal, sys; sys.path.append({str(Path(__file__).parent)!r})\n"
         "from pathlib import Path; from test_trace import record; from fengine.eval.runs.trace import Trace\n"
-        "t = Trace(Path(sys.argv[1]), 1, steps=True)\n"
+        f"t = Trace(Path({str(path)!r}), 1, steps=True)\n"
         "for i in range(2000): t.step(record(i, ['a', 'b']))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(path), *map(str, Path(__file__).parents[:2])], check=False)
+    assert run(code).returncode == -signal.SIGKILL
     left = path.read_bytes()
     assert not left.endswith(b"]\n")
     path.write_bytes(left[:-7])

@@ -1,7 +1,6 @@
 """A process without file descriptors: what needs one fails alone, by name; later requests are answered."""
 
-import subprocess
-import sys
+from forked import run
 
 PROGRAM = """
 import os, resource, sys
@@ -50,6 +49,6 @@ with Engine(model_path="box", device="cpu") as engine:
 
 
 def test_without_descriptors_requests_fail_by_name_and_later_ones_are_answered() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+    done = run(PROGRAM)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "llguidance" in done.stdout and "regex FengineError" in done.stdout

@@ -6,15 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-TESTS = str(Path(__file__).parents[1])
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"PYTHONPATH": TESTS},
-    )  # fmt: skip
+from forked import run
 
 
 def test_the_interpreter_exits_with_requests_still_running() -> None:
@@ -140,26 +132,16 @@ def test_memory_that_ends_while_an_engine_is_made_is_one_error(tmp_path: Path) -
                     os._exit(0)
             os.wait()
     """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    told = run(code, tmp_path)
     assert told.stdout.split("\n")[:-1] == ["1 True", "9 True", "20 True", "40 True"], told.stderr
 
 
-def test_engine_needs_no_hydra() -> None:
+def test_a_machine_without_triton_and_hydra_generates_on_its_cpu() -> None:
     code = (
         "import sys\n"
-        "sys.modules['hydra'] = sys.modules['omegaconf'] = None\n"
-        "from fengine import Engine, ServerArgs, SamplingParams\n"
-        "assert Engine.__name__ == 'Engine'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_machine_without_triton_generates_on_its_cpu() -> None:
-    code = (
-        "import sys\n"
-        "for name in ('triton', 'triton.language', 'triton.experimental'):\n"
+        "for name in ('triton', 'triton.language', 'triton.experimental', 'hydra', 'omegaconf'):\n"
         "    sys.modules[name] = None\n"
-        "from fengine import Engine\n"
+        "from fengine import Engine, ServerArgs, SamplingParams\n"
         "with Engine(model_path='box', device='cpu') as engine:\n"
         "    assert engine.generate('hello', {'max_new_tokens': 2})['meta_info']['completion_tokens'] == 2"
     )

@@ -21,6 +21,7 @@ import tiny_adapters
 import tiny_checkpoints
 import tiny_vision
 import torch
+from forked import run
 from test_ranks import PARAMS, PROMPTS, SETTINGS, adapted, results
 
 from fengine import Engine
@@ -442,7 +443,7 @@ def test_a_fork_that_ends_takes_nothing_along(how: str, tmp_path: Path) -> None:
         "    assert engine.generate('a', {'max_new_tokens': 2}, lora_path='a')\n"
         "assert not folder.exists()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = run(code)
     assert (done.returncode, done.stderr) == (0, "")
 
 
