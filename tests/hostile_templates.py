@@ -116,8 +116,9 @@ RUNAWAY = {  # which take too much, or fail
 } | {
     f"{made} {written}": f"{{% set ns = namespace(x={first}) %}}{{% for i in range(60) %}}{{% set ns.x = {more} %}}"
     f"{{% endfor %}}{text}"
-    for made, (first, more) in MAKERS.items()
-    for written, text in WRITERS.items()
+    for i, (made, (first, more)) in enumerate(MAKERS.items())
+    for j, (written, text) in enumerate(WRITERS.items())
+    if (i + j) % 4 == 0  # three writers of each, two makers of each and more
 }
 EITHER = {  # which end, however much they are given
     "power": "{{ 10 ** 10 ** 8 }}",

@@ -13,4 +13,4 @@ def test_every_runaway_template_ends() -> None:
             raise AssertionError(name, child.ask([source, {"messages": hostile.CHAT}, hostile.MAX_CHARS])[:80])
         count += 1
     child.close()
-    assert count + len(hostile.EITHER) + len(hostile.WALKS) >= 200
+    assert count == len(hostile.RUNAWAY) > 90
