@@ -4,14 +4,27 @@ import atexit
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # threads beyond the cores only spin
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    # Code that torch compiled for other states of the ops is not found: it would call them by other arguments. Set
+    # before torch is imported, which sets it to a folder that stays; one for all workers, whom this process starts.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
+
+    @atexit.register
+    def remove(pid: int = os.getpid(), folder: str = os.environ["TORCHINDUCTOR_CACHE_DIR"]) -> None:
+        if os.getpid() == pid:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send themselves one
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,16 +48,6 @@ def pytest_runtestloop() -> None:
 # No example is judged by how long a busy machine takes for it.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def fresh_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Code that torch compiled for other states of the ops is not found: it would call them by other arguments."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        own = tmp_path_factory.getbasetemp()
-        folder = (own.parent if workers else own) / "inductor"  # one for all workers
-        folder.mkdir(exist_ok=True)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 @pytest.fixture(autouse=True, scope="session")
