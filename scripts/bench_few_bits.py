@@ -63,7 +63,6 @@ EIGHTS = {  # largest m: rows, blocks of 32 outputs a group, groups, chunks in a
     16: ((16, 1, 1, 4, 1), (16, 2, 1, 4, 1), (16, 2, 1, 2, 2), (16, 2, 1, 2, 3)),
     32: ((32, 1, 1, 4, 1), (32, 2, 1, 4, 1), (32, 2, 1, 2, 2), (32, 2, 1, 2, 3)),
     64: ((64, 1, 1, 2, 1), (64, 2, 1, 2, 1), (64, 2, 1, 1, 2), (64, 2, 2, 2, 1)),
-    1 << 30: ((64, 2, 1, 2, 1), (128, 2, 1, 1, 1), (128, 2, 1, 1, 2), (128, 2, 2, 1, 1)),
 }  # fmt: skip
 W8A8 = {  # largest m: rows, groups of 64 outputs, programs
     8: ((8, 1, 1), (8, 1, 2), (8, 2, 1)),
@@ -82,7 +81,8 @@ def of_w8a8(m: int) -> list[w8a8_hopper.Tiles]:
     for rows, groups, programs in next(tiles for most, tiles in W8A8.items() if m <= most):
         stages = min(24, (SHARED // programs - 4096) // (128 * (rows + 64 * groups)))
         sizes = (stages, stages // 2) if stages > 12 else (stages,)
-        found += [w8a8_hopper.Tiles(rows, groups, size, programs) for size in sizes]
+        together = 4 if rows <= 32 else 2
+        found += [w8a8_hopper.Tiles(rows, groups, size, programs, together=together) for size in sizes]
     return found
 
 
@@ -96,14 +96,27 @@ def of_fragments(m: int) -> list[Tiles]:
 
 
 def of_words(m: int) -> list[Eights]:
-    """The same for int4's kernel. Pure."""
+    """The same for int4's kernel: of more than 64 rows tiles of equal heights, sums of up to three powers of two."""
+    if m > 1024:
+        return []
+    if m > 64:
+        heights = {256, *(-(-m // (16 * tiles)) * 16 for tiles in range(1, 17))}
+        known = [h for h in sorted(heights) if 48 <= h <= 256 and h.bit_count() <= 3 and h < m + 64]
+        return [tile for h, groups in itertools.product(known, (1, 2)) for tile in tall(h, groups)]
     found = []
     for rows, blocks, groups, chunks, programs in next(tiles for most, tiles in EIGHTS.items() if m <= most):
         room = SHARED // programs - 2048 - rows * blocks * groups * 64
         stages = min(8, room // (chunks * (rows * 256 + blocks * groups * 2176)))
         found.append(Eights(rows, blocks, groups, chunks, stages, programs))
-    found = [s for s in found if s.stages >= 3] + ([Eights(256, 2, 2, 1, 4, 1, 5)] if m > 128 else [])
-    return found if m <= 1024 else []
+    return [s for s in found if s.stages >= 3]
+
+
+def tall(rows: int, groups: int) -> list[Eights]:
+    """Tiles of so many rows, with one ring, or where that would be short one for x and one for weights. Pure."""
+    room = SHARED - 10240
+    stages, halves = min(6, room // (rows * 256 + groups * 4352)), min(8, (room - groups * 4 * 4352) // (rows * 128))
+    one = [Eights(rows, 2, groups, 1, stages, 1)] if stages >= 4 else []
+    return one or [Eights(rows, 2, groups, 1, 4, 1, halves)]
 
 
 def of_rows(m: int) -> list[Schedule]:

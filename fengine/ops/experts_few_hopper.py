@@ -20,9 +20,10 @@ from fengine.ops.experts_routing import Routing, choose, power, scores, weigh
 from fengine.ops.linear_hopper import experts_product
 from fengine.ops.linear_launch import Schedule as Tiles
 from fengine.ops.registration import (
-    async_load,
     barriers,
+    copy_rows,
     describe,
+    describe_rows,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
@@ -46,7 +47,7 @@ def gate(x_TD: Tensor, gate_up_EFD: Tensor, bias: Tensor | None, logits_TE: Tens
     (t, e), d, f = logits_TE.shape, x_TD.shape[1], h_PF.shape[1]
     cut, options = _ring(x_TD, s)
     launcher(few_gate_hopper_kernel, (t * r.top_k * -(-f // s.block_n),))(
-        describe(x_TD, 8, BK), describe(gate_up_EFD.view(-1, d), s.block_n, BK), bias, logits_TE, correction,
+        describe_rows(x_TD, 1, BK), describe(gate_up_EFD.view(-1, d), s.block_n, BK), bias, logits_TE, correction,
         h_PF, e, f, d, limit, r.top_k, r.sigmoid, correction is not None, bias is not None, limit > 0, s.block_n, BK,
         *cut, power(e), **options
     )  # fmt: skip
@@ -90,19 +91,18 @@ def following(expert, id, selected, BE: gl.constexpr):
 
 
 @gluon.jit
-def copy(desc, ring, full, empty, lines, first, K, EACH: gl.constexpr, APART: gl.constexpr, LINES: gl.constexpr,
-         BK: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """A copying warp: boxes of LINES lines from each of `lines` on, all of K, as pieces from number `first` on. A chunk
+def copy(desc, ring, full, empty, lines, first, K, EACH: gl.constexpr, APART: gl.constexpr, BK: gl.constexpr,
+         CHUNKS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """A copying warp: boxes of lines from each of `lines` on, all of K, as pieces from number `first` on. A chunk
     takes EACH places of the ring, its boxes lie APART."""
     for piece in range(0, gl.cdiv(K, BK * CHUNKS)):
-        n = first + piece
-        slot = n % STAGES
-        mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), len(lines) * LINES * BK * 2 * CHUNKS)
+        slot = (first + piece) % STAGES
+        mbarrier.wait(empty.index(slot), ((first + piece) // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(slot), len(lines) * desc.block_shape[0] * BK * 2 * CHUNKS)
         for chunk in gl.static_range(CHUNKS):
             for box in gl.static_range(len(lines)):
-                async_load(desc, [lines[box], (piece * CHUNKS + chunk) * BK], full.index(slot),
-                           ring.index((slot * CHUNKS + chunk) * EACH + box * APART))  # fmt: skip
+                copy_rows(desc, ring.index((slot * CHUNKS + chunk) * EACH + box * APART), lines[box],
+                          (piece * CHUNKS + chunk) * BK, full.index(slot))  # fmt: skip
 
 
 @gluon.jit
@@ -136,7 +136,7 @@ def copy_gate(w_desc, logits_ptr, correction_ptr, w_ring, full, empty, pair, col
     gdc_launch_dependents()  # the logits are there: the kernel behind begins with them
     expert = expert_of(logits_ptr, correction_ptr, pair, E, A, SIGMOID, CORRECTED, BE, 1)
     line = expert * 2 * N + col
-    copy(w_desc, w_ring, full, empty, (line, line + N), 0, K, 64 // OUTPUTS, 32 // OUTPUTS, OUTPUTS, BK, CHUNKS, STAGES)
+    copy(w_desc, w_ring, full, empty, (line, line + N), 0, K, 64 // OUTPUTS, 32 // OUTPUTS, BK, CHUNKS, STAGES)
 
 
 @gluon.jit
@@ -157,7 +157,7 @@ def copy_x(x_desc, x_ring, full, empty, line, GROUPS: gl.constexpr, EACH: gl.con
     gdc_wait()
     for group in gl.static_range(GROUPS):
         lines = (line + group * EACH,)
-        copy(x_desc, x_ring, full, empty, lines, group * gl.cdiv(K, BK * CHUNKS), K, 1, 1, ROWS, BK, CHUNKS, STAGES)
+        copy(x_desc, x_ring, full, empty, lines, group * gl.cdiv(K, BK * CHUNKS), K, 1, 1, BK, CHUNKS, STAGES)
 
 
 @gluon.jit
@@ -193,7 +193,7 @@ def few_gate_hopper_kernel(x_desc, w_desc, bias_ptr, logits_ptr, correction_ptr,
     blocks = gl.cdiv(N, OUTPUTS)
     pair = gl.program_id(0) // blocks
     col = gl.program_id(0) % blocks * OUTPUTS
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * CHUNKS, ROWS, BK], x_desc.layout)
+    x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * CHUNKS, ROWS, BK], w_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * CHUNKS * (64 // OUTPUTS), OUTPUTS, BK], w_desc.layout)
     full, empty = barriers(STAGES, 2, 1)
     fence_async_shared()
@@ -224,7 +224,7 @@ def copy_down(w_desc, logits_ptr, correction_ptr, w_ring, full, empty, token, co
                 expert = following(expert, id, selected, BE)
                 lines = lines + (expert * N + col,)
         pieces = gl.cdiv(K, BK * CHUNKS)
-        copy(w_desc, w_ring, full, empty, lines, group * pieces, K, EACH, 1, OUTPUTS, BK, CHUNKS, STAGES)
+        copy(w_desc, w_ring, full, empty, lines, group * pieces, K, EACH, 1, BK, CHUNKS, STAGES)
 
 
 @gluon.jit
@@ -283,7 +283,7 @@ def few_down_hopper_kernel(x_desc, w_desc, bias_ptr, logits_ptr, correction_ptr,
     token = gl.program_id(0) // blocks
     col = gl.program_id(0) % blocks * OUTPUTS
     EACH: gl.constexpr = 64 // OUTPUTS
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * CHUNKS, ROWS, BK], x_desc.layout)
+    x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * CHUNKS, ROWS, BK], w_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * CHUNKS * EACH, OUTPUTS, BK], w_desc.layout)
     full, empty = barriers(STAGES, 2, 1)
     fence_async_shared()

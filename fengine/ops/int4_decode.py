@@ -85,8 +85,9 @@ def joined(o):
 
 
 @gluon.jit
-def operand(chunk, HALF: gl.constexpr, PARTS: gl.constexpr, SUMS: gl.constexpr):
-    """The left side of a product, [64 groups, 64]: rows r of one block, r + 8 of the next or anything."""
+def operand(chunk, HALF: gl.constexpr, PARTS: gl.constexpr, like):
+    """The left side of products with sums `like` these, [64 groups, 64]: rows r of one block, r + 8 of the next or
+    anything."""
     t = joined(decoded(chunk[0], HALF))
     if PARTS == 2:
         t = gl.join(t, joined(decoded(chunk[1], HALF)))
@@ -94,4 +95,4 @@ def operand(chunk, HALF: gl.constexpr, PARTS: gl.constexpr, SUMS: gl.constexpr):
         t = gl.join(t, gl.inline_asm_elementwise("", "=r,r", [t], gl.bfloat16, True, 2))
     WARPS: gl.constexpr = t.shape[0] // 4
     w = t.reshape((WARPS, 4, 2, 4, 2, 2, 2, 2, 2)).permute((0, 8, 1, 2, 7, 6, 5, 3, 4)).reshape((16 * WARPS, 64))
-    return gl.convert_layout(w, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+    return gl.convert_layout(w, gl.DotOperandLayout(0, like.type.layout, 2), assert_trivial=True)

@@ -16,10 +16,11 @@ from fengine.ops.ahead import launcher
 from fengine.ops.linear_hopper import gated_product
 from fengine.ops.registration import (
     EARLY,
-    async_load,
     barriers,
+    copy_rows,
     dependent_launch,
     describe,
+    describe_rows,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
@@ -89,27 +90,27 @@ def launch(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_TN: Tensor, gate
     """y = x @ w.T + bias, or the gated product of w's two halves. Modifies: y_TN."""
     (m, n), k = y_TN.shape, x_TK.shape[1]
     launcher(narrow_kernel, (-(-n // s.outputs),))(
-        describe(x_TK, s.block_m, BK), describe(w_NK, s.outputs, BK), bias_N, y_TN, m, n, k, bias_N is not None, gated,
-        act, s.block_m, s.outputs, BK, s.chunks, s.stages, num_warps=4, maxnreg=REGISTERS,
+        describe_rows(x_TK, s.block_m, BK), describe(w_NK, s.outputs, BK), bias_N, y_TN, m, n, k, bias_N is not None,
+        gated, act, s.block_m, s.outputs, BK, s.chunks, s.stages, num_warps=4, maxnreg=REGISTERS,
         launch_pdl=bool(dependent_launch(x_TK.device.index, EARLY)["PDL"]),
     )  # fmt: skip
 
 
 @gluon.jit
-def copy_chunks(desc, ring, full, empty, line, N, K, HALVES: gl.constexpr, LINES: gl.constexpr, EACH: gl.constexpr,
-                BK: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """A copying warp: LINES lines from `line` on (HALVES: and from N lines behind), piece after piece. A chunk takes
+def copy_chunks(desc, ring, full, empty, line, N, K, HALVES: gl.constexpr, EACH: gl.constexpr, BK: gl.constexpr,
+                CHUNKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+    """A copying warp: a box of lines from `line` on (HALVES: and from N lines behind), piece after piece. A chunk takes
     EACH places of the ring. AHEAD: it does not wait for the kernel in front."""
     if not AHEAD:
         gdc_wait()
     for n in range(0, gl.cdiv(K, BK * CHUNKS)):
         slot = n % STAGES
         mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), HALVES * LINES * BK * 2 * CHUNKS)
+        mbarrier.expect(full.index(slot), HALVES * desc.block_shape[0] * BK * 2 * CHUNKS)
         for chunk in gl.static_range(CHUNKS):
             for half in gl.static_range(HALVES):
-                async_load(desc, [line + half * N, (n * CHUNKS + chunk) * BK], full.index(slot),
-                           ring.index((slot * CHUNKS + chunk) * EACH + half * (EACH // 2)))  # fmt: skip
+                copy_rows(desc, ring.index((slot * CHUNKS + chunk) * EACH + half * (EACH // 2)), line + half * N,
+                          (n * CHUNKS + chunk) * BK, full.index(slot))  # fmt: skip
 
 
 @gluon.jit
@@ -162,7 +163,7 @@ def narrow_kernel(x_desc, w_desc, bias_ptr, y_ptr, M, N, K, BIAS: gl.constexpr, 
     HALVES: gl.constexpr = 2 if GATED else 1
     EACH: gl.constexpr = 64 // OUTPUTS
     gdc_launch_dependents()
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * CHUNKS, BM, BK], x_desc.layout)
+    x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * CHUNKS, BM, BK], w_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * CHUNKS * EACH, OUTPUTS, BK], w_desc.layout)
     full, empty = barriers(STAGES, 2, 1)
     fence_async_shared()
@@ -170,9 +171,9 @@ def narrow_kernel(x_desc, w_desc, bias_ptr, y_ptr, M, N, K, BIAS: gl.constexpr, 
         [
             (multiply, (bias_ptr, y_ptr, x_ring, w_ring, full, empty, M, N, K, BIAS, GATED, ACT, BM, OUTPUTS, BK,
                         CHUNKS, STAGES)),
-            (copy_chunks, (w_desc, w_ring, full, empty, gl.program_id(0) * OUTPUTS, N, K, HALVES, OUTPUTS, EACH, BK,
-                           CHUNKS, STAGES, True)),
-            (copy_chunks, (x_desc, x_ring, full, empty, 0, N, K, 1, BM, 1, BK, CHUNKS, STAGES, False)),
+            (copy_chunks, (w_desc, w_ring, full, empty, gl.program_id(0) * OUTPUTS, N, K, HALVES, EACH, BK, CHUNKS,
+                           STAGES, True)),
+            (copy_chunks, (x_desc, x_ring, full, empty, 0, N, K, 1, 1, BK, CHUNKS, STAGES, False)),
         ],
         [1, 1], [24, 24],
     )  # fmt: skip

@@ -188,6 +188,27 @@ def describe(t: Tensor, *block: int) -> Any:
     return TensorDescriptor.from_tensor(t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), kind))
 
 
+def describe_rows(t: Tensor, rows: int, columns: int) -> Any:
+    """`describe(t, rows, columns)` of e4m3 or 16-bit numbers for `copy_rows`. A tensor's only row is copied alone: the
+    copy engine takes several times as long for rows outside a tensor, which it fills with zeros."""
+    if len(t) > 1 and rows > 1:
+        return describe(t, rows, columns)
+    return describe(t.view(torch.bfloat16), 1, columns * t.element_size() // 2)
+
+
+@gluon.jit
+def copy_rows(desc, tile, row, column, full):
+    """Rows from `row` on and columns from `column` on of `describe_rows`, on their way to a tile in shared memory. A
+    single row is the tile's first, whose order the layout of tiles leaves as it is; what lies in the others is
+    nobody's."""
+    if desc.block_shape[0] == 1:
+        WORDS: gl.constexpr = desc.block_shape[1]  # of two bytes
+        alone = tile._reinterpret(gl.bfloat16, [1, WORDS], desc.layout)
+        async_load(desc, [row, column // (tile.shape[1] // WORDS)], full, alone)
+    else:
+        async_load(desc, [row, column], full, tile)
+
+
 @gluon.jit
 def barriers(COUNT: gl.constexpr, WRITTEN: gl.constexpr, READ: gl.constexpr):
     """(full, empty) of the slots of a ring: after so many arrivals each is WRITTEN, or has been READ."""

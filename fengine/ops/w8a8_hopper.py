@@ -3,7 +3,7 @@ rows.
 
 One warp copies codes of weights into a ring in shared memory (TMA), before the kernel in front has ended; another those
 of x, after it. Groups of four warps multiply: a part of 128 columns is one product from zero, and while it is added to
-the sums the next one runs, in other registers or of another group. Of a gated product a group has 32 gates above their
+the sums others run, in other registers or of another group. Of a gated product a group has 32 gates above their
 32 ups, and writes neither to memory. Products of many rows wait for L2: three groups have larger tiles.
 
 The tree is that of w8a8.py; used where that was proved.
@@ -20,8 +20,10 @@ from fengine.ops.registration import (
     EARLY,
     async_load,
     barriers,
+    copy_rows,
     dependent_launch,
     describe,
+    describe_rows,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
@@ -40,15 +42,15 @@ OUTPUTS = 64  # of a group of warps: the rows of wgmma
 
 class Tiles(NamedTuple):
     """How a product is cut: rows of x (8 to 128), groups of warps (1 to 3, of 64 outputs each), pieces in the ring,
-    programs that share a multiprocessor, registers of a thread at most (0: as many as there are), columns of weights
-    that are fetched into L2 behind the ring's."""
+    programs that share a multiprocessor, registers of a thread at most (0: as many as there are), parts that a group
+    begins before it adds the first (2, or up to 32 rows 4)."""
 
     block_m: int
     groups: int
     stages: int
     programs: int
     registers: int = 0
-    ahead: int = 0
+    together: int = 2
 
 
 def usable(q_TK: Tensor, w_NK: Tensor, step: int, by_step: bool) -> bool:
@@ -72,61 +74,45 @@ def launch(q_TK: Tensor, x_scale: Tensor, w_NK: Tensor, scale: Tensor, bias: Ten
     threads = 128 * (s.groups + 1)
     most = s.registers or (0 if s.programs == 1 else 65536 // (threads * s.programs) // 8 * 8)
     launcher(w8a8_hopper_kernel, (min(tiles, multiprocessors(q_TK.device.index) * s.programs),))(
-        describe(q_TK, s.block_m, STEP), describe(w_NK, outputs, STEP), w_NK, x_scale, scale, bias, y_TN, m, n, k,
-        bias is not None, gated, act, s.block_m, outputs, s.groups, STEP, s.stages, 8,
-        min(s.ahead, max(0, k - s.stages * STEP)) // 16 * 16, num_warps=4,
+        describe_rows(q_TK, s.block_m, STEP), describe(w_NK, outputs, STEP), x_scale, scale, bias, y_TN, m, n, k,
+        bias is not None, gated, act, s.block_m, outputs, s.groups, STEP, s.stages, 8, s.together, num_warps=4,
         launch_pdl=bool(dependent_launch(q_TK.device.index, EARLY)["PDL"]), **({"maxnreg": most} if most else {})
     )  # fmt: skip
 
 
 @gluon.jit
-def fetch(w_ptr, col, N, K, OUTPUTS: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr):
-    """Asks for AHEAD columns of some weights, from FIRST on, to be in L2 soon."""
-    ROWS: gl.constexpr = gl.BlockedLayout([OUTPUTS // 32], [32], [1], [0])
-    row = col + gl.minimum(gl.arange(0, OUTPUTS, layout=ROWS), N - 1 - col % N)
-    at = (w_ptr + row.to(gl.int64) * K + FIRST).to(gl.int64)
-    size = gl.full([OUTPUTS], AHEAD, gl.int32, layout=ROWS)
-    gl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, size],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def copy_weights(w_desc, w_ptr, w_ring, full, empty, M, N, K, HALVES: gl.constexpr, BM: gl.constexpr,
-                 OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-                 WALK: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+def copy_weights(w_desc, w_ring, full, empty, M, N, K, HALVES: gl.constexpr, BM: gl.constexpr, OUTPUTS: gl.constexpr,
+                 GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WALK: gl.constexpr,
+                 TOGETHER: gl.constexpr):  # fmt: skip
     """The warp that copies weights: all tiles of this program, piece after piece, as the ring has room. Of each group
     HALVES times OUTPUTS."""
     PARTS: gl.constexpr = GROUPS * HALVES
     n = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, OUTPUTS * GROUPS), gl.num_programs(0)):
         _, col = place(tile, M, N, BM, OUTPUTS * GROUPS, WALK)
-        for k in range(0, gl.cdiv(K, 2 * STEP) * 2 * STEP, STEP):
+        for k in range(0, gl.cdiv(K, TOGETHER * STEP) * TOGETHER * STEP, STEP):
             slot = n % STAGES
             mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(slot), PARTS * OUTPUTS * STEP)
             for part in gl.static_range(PARTS):
                 async_load(w_desc, [col + part // HALVES * OUTPUTS + part % HALVES * N, k], full.index(slot),
                            w_ring.index(slot * PARTS + part))  # fmt: skip
-                if AHEAD:
-                    if n == STAGES - 1:
-                        fetch(w_ptr, col + part // HALVES * OUTPUTS + part % HALVES * N, N, K, OUTPUTS, STAGES * STEP,
-                              AHEAD)  # fmt: skip
             n += 1
 
 
 @gluon.jit
 def copy_x(x_desc, x_ring, full, empty, M, N, K, BM: gl.constexpr, BN: gl.constexpr, STEP: gl.constexpr,
-           STAGES: gl.constexpr, WALK: gl.constexpr):  # fmt: skip
+           STAGES: gl.constexpr, WALK: gl.constexpr, TOGETHER: gl.constexpr):  # fmt: skip
     """The warp that copies rows of x."""
     gdc_wait()
     n = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN), gl.num_programs(0)):
         row, _ = place(tile, M, N, BM, BN, WALK)
-        for k in range(0, gl.cdiv(K, 2 * STEP) * 2 * STEP, STEP):
+        for k in range(0, gl.cdiv(K, TOGETHER * STEP) * TOGETHER * STEP, STEP):
             slot = n % STAGES
             mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), BM * STEP)
-            async_load(x_desc, [row, k], full.index(slot), x_ring.index(slot))
+            mbarrier.expect(full.index(slot), (BM if x_desc.block_shape[0] > 1 else 1) * STEP)
+            copy_rows(x_desc, x_ring.index(slot), row, k, full.index(slot))
             n += 1
 
 
@@ -193,16 +179,27 @@ def finish(acc, of_w, of_x, bias, y_ptr, row, col, M, N, BIAS: gl.constexpr, GAT
 
 
 @gluon.jit
+def registers(COUNT: gl.constexpr, WIDTH: gl.constexpr, BM: gl.constexpr, SUMS: gl.constexpr):
+    """So many tensors for parts."""
+    found = ()
+    for _ in gl.static_range(COUNT):
+        found = found + (gl.zeros([WIDTH, BM], gl.float32, SUMS),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
 def multiply(x_scale_ptr, scale_ptr, bias_ptr, y_ptr, WHO: gl.constexpr, x_ring, w_ring, full, empty, M, N, K,
              BIAS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, OUTPUTS: gl.constexpr,
-             GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WALK: gl.constexpr):  # fmt: skip
-    """A group of four warps: OUTPUTS outputs of every tile, for its BM rows. An odd last piece is followed by zeros."""
+             GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WALK: gl.constexpr,
+             TOGETHER: gl.constexpr):  # fmt: skip
+    """A group of four warps: OUTPUTS outputs of every tile, for its BM rows. Behind the last piece come zeros, until
+    pieces are a multiple of TOGETHER."""
     WIDTH: gl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, STEP], w_ring.dtype)
     weights = w_ring._reinterpret(w_ring.dtype, [STAGES * GROUPS, WIDTH, STEP], W)
-    a = gl.zeros([WIDTH, BM], gl.float32, SUMS)
-    b = gl.zeros([WIDTH, BM], gl.float32, SUMS)
+    parts = registers(TOGETHER, WIDTH, BM, SUMS)
+    one = gl.zeros([WIDTH, BM], gl.float32, SUMS)
     gdc_wait()
     n = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, OUTPUTS * GROUPS), gl.num_programs(0)):
@@ -211,35 +208,37 @@ def multiply(x_scale_ptr, scale_ptr, bias_ptr, y_ptr, WHO: gl.constexpr, x_ring,
         acc = gl.zeros([WIDTH, BM], gl.float32, SUMS)
         if BM <= 32:  # asked for now; many rows have no registers for it
             of_w, of_x, bias = beside(x_scale_ptr, scale_ptr, bias_ptr, row, col, M, N, BIAS, BM, WIDTH, OUTPUTS, SUMS)
-        for _ in range(0, gl.cdiv(K, 2 * STEP)):
+        for _ in range(0, gl.cdiv(K, TOGETHER * STEP)):
             if GROUPS == 3:
-                for piece in gl.static_range(2):
-                    a = part_of(weights, x_ring, full, empty, a, n + piece, WHO, GROUPS, STAGES)
-                    acc = added(acc, a)
+                for piece in gl.static_range(TOGETHER):
+                    one = part_of(weights, x_ring, full, empty, one, n + piece, WHO, GROUPS, STAGES)
+                    acc = added(acc, one)
             else:
-                first = begun(weights, x_ring, full, a, n, WHO, GROUPS, STAGES)
-                second = begun(weights, x_ring, full, b, n + 1, WHO, GROUPS, STAGES)
-                a = warpgroup_mma_wait(1, deps=[first])
-                mbarrier.arrive(empty.index(n % STAGES))
-                acc += a
-                b = warpgroup_mma_wait(0, deps=[second])
-                mbarrier.arrive(empty.index((n + 1) % STAGES))
-                acc += b
-            n += 2
+                under_way = ()
+                for piece in gl.static_range(TOGETHER):
+                    part = begun(weights, x_ring, full, parts[piece], n + piece, WHO, GROUPS, STAGES)
+                    under_way = under_way + (part,)  # noqa: RUF005
+                parts = ()
+                for piece in gl.static_range(TOGETHER):
+                    part = warpgroup_mma_wait(TOGETHER - 1 - piece, deps=[under_way[piece]])
+                    mbarrier.arrive(empty.index((n + piece) % STAGES))
+                    acc += part
+                    parts = parts + (part,)  # noqa: RUF005
+            n += TOGETHER
         if BM > 32:
             of_w, of_x, bias = beside(x_scale_ptr, scale_ptr, bias_ptr, row, col, M, N, BIAS, BM, WIDTH, OUTPUTS, SUMS)
         finish(acc, of_w, of_x, bias, y_ptr, row, col, M, N, BIAS, GATED, ACT, BM, OUTPUTS)
 
 
 @gluon.jit(do_not_specialize=["M"])
-def w8a8_hopper_kernel(x_desc, w_desc, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, BIAS: gl.constexpr,
+def w8a8_hopper_kernel(x_desc, w_desc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, BIAS: gl.constexpr,
                        GATED: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, OUTPUTS: gl.constexpr,
                        GROUPS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WALK: gl.constexpr,
-                       AHEAD: gl.constexpr):  # fmt: skip
+                       TOGETHER: gl.constexpr):  # fmt: skip
     """Tiles of BM rows and OUTPUTS * GROUPS outputs, one after another; WALK row blocks walk the outputs together."""
     HALVES: gl.constexpr = 2 if GATED else 1
     gdc_launch_dependents()
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, STEP], x_desc.layout)
+    x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, STEP], w_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * GROUPS * HALVES, OUTPUTS, STEP], w_desc.layout)
     full, empty = barriers(STAGES, 2, GROUPS)
     fence_async_shared()
@@ -247,10 +246,10 @@ def w8a8_hopper_kernel(x_desc, w_desc, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, 
     gl.warp_specialize(
         [
             (multiply, (x_scale_ptr, scale_ptr, bias_ptr, y_ptr, who, x_ring, w_ring, full, empty, M, N, K, BIAS, GATED,
-                        ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK)) if who < GROUPS else
-            (copy_weights, (w_desc, w_ptr, w_ring, full, empty, M, N, K, HALVES, BM, OUTPUTS, GROUPS, STEP, STAGES,
-                            WALK, AHEAD)) if who == GROUPS else
-            (copy_x, (x_desc, x_ring, full, empty, M, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES, WALK))
+                        ACT, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK, TOGETHER)) if who < GROUPS else
+            (copy_weights, (w_desc, w_ring, full, empty, M, N, K, HALVES, BM, OUTPUTS, GROUPS, STEP, STAGES, WALK,
+                            TOGETHER)) if who == GROUPS else
+            (copy_x, (x_desc, x_ring, full, empty, M, N, K, BM, OUTPUTS * GROUPS, STEP, STAGES, WALK, TOGETHER))
             for who in (0, 1, 2, 3, 4)[:GROUPS + 2]
         ],
         [4, 4, 1, 1][3 - GROUPS:], [MOST, MOST, 24, 24][3 - GROUPS:],

@@ -49,9 +49,9 @@ TABLE = (
 # shared memory for the next product, which would take bandwidth. 128 rows of which half are padding take longer than
 # if all were real: hence tiles of 64.
 HOPPER = (
-    (8, 0, Tiles(8, 1, 24, 1, 96, 1024)),
-    (16, 0, Tiles(16, 1, 22, 1, 96)),
-    (32, 0, Tiles(32, 1, 18, 1, 96)),
+    (8, 0, Tiles(8, 1, 24, 1, 96, 4)),
+    (16, 0, Tiles(16, 1, 22, 1, 96, 4)),
+    (32, 0, Tiles(32, 1, 18, 1, 96, 4)),
     (64, 16384, Tiles(64, 1, 6, 2)),
     (64, 0, Tiles(64, 1, 13, 1, 128)),
     (128, 16384, Tiles(128, 2, 6, 1)),
@@ -68,9 +68,9 @@ HOPPER = (
 )
 # Of gated products there, by the largest M.
 GATED = (
-    (8, Tiles(8, 1, 24, 1, 96)),
-    (16, Tiles(16, 1, 22, 1, 96)),
-    (32, Tiles(32, 1, 18, 1, 96)),
+    (8, Tiles(8, 1, 24, 1, 96, 4)),
+    (16, Tiles(16, 1, 22, 1, 96, 4)),
+    (32, Tiles(32, 1, 18, 1, 96, 4)),
     (64, Tiles(64, 1, 6, 2)),
     (128, Tiles(128, 2, 6, 1)),
     (192, Tiles(64, 3, 6, 1)),

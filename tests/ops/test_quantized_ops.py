@@ -12,6 +12,7 @@ from quantized_checkpoints import from_fragments, from_words
 from torch import Tensor
 
 from fengine.ops import activations, cpu, fragments, int4_words, linear, linear_launch, quantized, quantized_launch
+from fengine.ops.ahead import compiling
 from fengine.ops.quantized import Codes
 
 SIZES = ((33, 64, 16, False), (95, 96, 32, True), (64, 40, 40, False), (70, 24, 12, False), (130, 257, 257, False))
@@ -189,12 +190,20 @@ def test_on_a_device_fragments_give_the_bits_of_the_dequantized_matrix(kind: str
         few, dense = quantized.pack(codes, torch.bfloat16), linear.pack(quantized.dequantized(codes, torch.bfloat16))
         assert isinstance(few, quantized.Quantized)
         bias = torch.randn(n, device="cuda").bfloat16()
+        matrix = quantized_launch.Matrix(*few[:7])
+        every = {s for *_, s in quantized_launch.EIGHTS} if few.packed.dim() == 3 else set()
         for m in (1, 7, 16, 33, 64, 100, 200, 300, 700, 1500):
             x = torch.randn(m, k, device="cuda").bfloat16()
-            assert torch.equal(linear.linear(x, few, bias), linear.linear(x, dense, bias)), (n, k, m)
+            want = linear.linear(x, dense, bias)
+            assert torch.equal(linear.linear(x, few, bias), want), (n, k, m)
             if few.packed.dim() > 2:
                 for s in quantized_launch.schedules(m, n, torch.bfloat16, few.packed.dim()):
-                    assert quantized_launch.is_proved(x, quantized_launch.Matrix(*few[:7]), bias, None, s), s
+                    assert quantized_launch.is_proved(x, matrix, bias, None, s), s
+            with compiling():
+                for s in every:
+                    quantized_launch.run(x, matrix, bias, None, s)
+            for s in every:  # whatever the rows: of some tiles a part has none, or all has
+                assert torch.equal(quantized_launch.run(x, matrix, bias, None, s), want), (n, k, m, s)
 
 
 @pytest.mark.gpu
