@@ -112,7 +112,7 @@ class CudaRunner:
 
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         """Starts a step. Modifies: the storage of `kv`, which must be the state that `warm_up` was given. Where draws
-        wait for masks, the sampler is launched with the next step, or when the result is asked."""
+        wait for masks, the sampler is launched when the tokens of the step before are known, or the next step is."""
         self._enter()
         assert kv is self.kv[0], "another KV state than the one whose addresses the graphs hold"
         self.finish()
@@ -138,8 +138,9 @@ class CudaRunner:
                 self.finish()
             assert behind.result is not None
             out = behind.result()
-            if self.behind is not None:  # the next step, whose masks need these tokens
+            if self.behind is not None:  # the next step, whose masks need these tokens: now the device can go on
                 self.behind.late_fields(lambda: out.tokens)
+                self.finish()
             return out
 
         return kv, result
