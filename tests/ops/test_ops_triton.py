@@ -229,7 +229,7 @@ ATTENTIONS = [(2, 2, 64, 4), (4, 2, 80, 1), (7, 1, 96, 16), (8, 1, 128, 64), (4,
 @pytest.mark.parametrize(
     "dtype,heads,groups,width,size",
     [  # in the interpreter each with one dtype, in turn
-        pytest.param(dtype, *case, marks=on_device)
+        pytest.param(dtype, *case, marks=on_device, id="-".join(map(str, (*case, str(dtype)[6:]))))
         for i, case in enumerate(ATTENTIONS)
         for dtype in (DTYPES[i % 2 :][:1] if INTERPRETED else DTYPES)
     ],
