@@ -71,10 +71,10 @@ def launch(q_TK: Tensor, x_scale: Tensor, w_NK: Tensor, scale: Tensor, bias: Ten
     (m, n), k = y_TN.shape, q_TK.shape[1]
     outputs = OUTPUTS // 2 if gated else OUTPUTS
     tiles = -(-m // s.block_m) * -(-n // (outputs * s.groups))
-    threads = 128 * (s.groups + 1)
+    threads, box = 128 * (s.groups + 1), s.block_m if m % s.block_m == 0 else min(s.block_m, 64)
     most = s.registers or (0 if s.programs == 1 else 65536 // (threads * s.programs) // 8 * 8)
     launcher(w8a8_hopper_kernel, (min(tiles, multiprocessors(q_TK.device.index) * s.programs),))(
-        describe_rows(q_TK, s.block_m, STEP), describe(w_NK, outputs, STEP), x_scale, scale, bias, y_TN, m, n, k,
+        describe_rows(q_TK, box, STEP), describe(w_NK, outputs, STEP), x_scale, scale, bias, y_TN, m, n, k,
         bias is not None, gated, act, s.block_m, outputs, s.groups, STEP, s.stages, 8, s.together, num_warps=4,
         launch_pdl=bool(dependent_launch(q_TK.device.index, EARLY)["PDL"]), **({"maxnreg": most} if most else {})
     )  # fmt: skip
@@ -103,7 +103,9 @@ def copy_weights(w_desc, w_ring, full, empty, M, N, K, HALVES: gl.constexpr, BM:
 @gluon.jit
 def copy_x(x_desc, x_ring, full, empty, M, N, K, BM: gl.constexpr, BN: gl.constexpr, STEP: gl.constexpr,
            STAGES: gl.constexpr, WALK: gl.constexpr, TOGETHER: gl.constexpr):  # fmt: skip
-    """The warp that copies rows of x."""
+    """The warp that copies rows of x. Where a box has no row the first ones come again: the copy engine is slow outside
+    of a tensor, and sums of what is there instead are nobody's."""
+    BOX: gl.constexpr = x_desc.block_shape[0]
     gdc_wait()
     n = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN), gl.num_programs(0)):
@@ -111,8 +113,11 @@ def copy_x(x_desc, x_ring, full, empty, M, N, K, BM: gl.constexpr, BN: gl.conste
         for k in range(0, gl.cdiv(K, TOGETHER * STEP) * TOGETHER * STEP, STEP):
             slot = n % STAGES
             mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), (BM if x_desc.block_shape[0] > 1 else 1) * STEP)
-            copy_rows(x_desc, x_ring.index(slot), row, k, full.index(slot))
+            mbarrier.expect(full.index(slot), (BM if BOX > 1 else 1) * STEP)
+            for box in gl.static_range(BM // BOX if BOX > 1 else 1):
+                tile_rows = x_ring.index(slot).slice(box * BOX, BOX) if BOX > 1 else x_ring.index(slot)
+                line = row + box * BOX
+                copy_rows(x_desc, tile_rows, gl.where(line < M, line, 0), k, full.index(slot))
             n += 1
 
 
