@@ -2,7 +2,9 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -474,6 +476,23 @@ def test_a_copy_that_fails_is_never_computed_with(two: tuple[Path, Path], monkey
             ask(engine)
         assert engine.update_weights_from_disk(two[1]).success  # type: ignore[arg-type]
         assert ask(engine) == fresh(two[1])
+
+
+def test_requests_that_come_while_weights_are_written_get_the_new(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, asked = Place.write, list[Future[list[Any]]]()
+    with start(two[0]) as engine, ThreadPoolExecutor() as pool:
+
+        def writing(place: Place, tensor: Tensor) -> None:
+            asked[:] = asked or [pool.submit(ask, engine)]
+            while not engine._parts.core.requests.states and not asked[0].done():
+                time.sleep(0.001)
+            write(place, tensor)
+
+        monkeypatch.setattr(Place, "write", writing)
+        assert engine.update_weights_from_disk(two[1]).success  # type: ignore[arg-type]
+        assert asked[0].result() == fresh(two[1])
 
 
 # -- requests that run ------------------------------------------------------------------------------------------------

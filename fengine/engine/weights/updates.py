@@ -255,13 +255,13 @@ class WeightUpdates:
 
     def _write(self, changes: list[Change], origin: Origin | None) -> None:
         """Should a copy fail, nobody may compute with the mixture: what runs is aborted, and requests are refused until
-        every tensor has been given again."""
+        every tensor has been given again. Those that come meanwhile wait for the loop."""
         names = {change.name for change in changes}
-        self.lose(self.missing | names)
         try:
             self.live.write(changes, origin)
         except Exception:
             self.live.origin = None
+            self.lose(self.missing | names)
             self.core.abort_rids(None)  # before the next step
             raise
         self.lose(self.missing - names)
