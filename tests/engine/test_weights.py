@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -481,15 +480,22 @@ def test_a_copy_that_fails_is_never_computed_with(two: tuple[Path, Path], monkey
 def test_requests_that_come_while_weights_are_written_get_the_new(
     two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, asked = Place.write, list[Future[list[Any]]]()
+    write, asked, came = Place.write, list[Future[list[Any]]](), threading.Event()
     with start(two[0]) as engine, ThreadPoolExecutor() as pool:
+        submit = engine._parts.core.submit
+
+        def submitting(states: Any) -> None:
+            try:
+                submit(states)
+            finally:
+                came.set()
 
         def writing(place: Place, tensor: Tensor) -> None:
             asked[:] = asked or [pool.submit(ask, engine)]
-            while not engine._parts.core.requests.states and not asked[0].done():
-                time.sleep(0.001)
+            assert came.wait(60)
             write(place, tensor)
 
+        monkeypatch.setattr(engine._parts.core, "submit", submitting)
         monkeypatch.setattr(Place, "write", writing)
         assert engine.update_weights_from_disk(two[1]).success  # type: ignore[arg-type]
         assert asked[0].result() == fresh(two[1])
