@@ -67,7 +67,7 @@ def _not_finite(state: RequestState, what: str, at: int) -> None:
 
 
 def _add_prompt(state: RequestState, span: Span, scores: Scores) -> bool:
-    """Keeps logprobs of the prompt's tokens; False if they are not finite."""
+    """Keeps logprobs of the prompt's tokens; False if they, or those of a chunk before, are not finite."""
     request, params, start = state.request, state.request.params, state.request.params.logprob_start
     assert start is not None, "input logprobs of a request that asked for none"
     first = not state.input_logprobs  # the first position has nothing in front of it that could be asked
@@ -85,10 +85,9 @@ def _add_prompt(state: RequestState, span: Span, scores: Scores) -> bool:
     if params.logprob_ids:
         ids = np.broadcast_to(np.array(params.logprob_ids), (len(logprob_PK), len(params.logprob_ids)))
         state.input_ids += [None] * first + _pairs(logprob_PK[:, 1 : 1 + ids.shape[1]], ids)
-    if not (bad := np.isnan(logprob_PK[:, 0])).any():
-        return True
-    _not_finite(state, "logits", begin + 1 + int(bad.argmax()))
-    return False
+    if (bad := np.isnan(logprob_PK[:, 0])).any():
+        _not_finite(state, "logits", begin + 1 + int(bad.argmax()))
+    return state.fault is None
 
 
 def _drawn_behind(step: SchedulerOutput, out: StepOutput) -> list[tuple[int, int]]:

@@ -113,6 +113,10 @@ def test_what_is_asked_of_a_prompt_is_finite_or_an_error_however_it_is_cut(chunk
         assert ask(llm, [bad])[0][0] and ask(llm, [[1, *bad[4:]]], logprob_start_len=0) == want
         with pytest.raises(NumericsError, match="non-finite logits at position 4"):
             ask(llm, [bad], logprob_start_len=0)
+        chunks: Any = llm.generate(
+            input_ids=bad, sampling_params=GREEDY, return_logprob=True, logprob_start_len=0, stream=True
+        )
+        assert [chunk["output_ids"] for chunk in chunks] == [[]]  # nothing is drawn behind it
     modules = [{"type": f"x.{kind}", "path": kind * n} for n, kind in enumerate(("Transformer", "Pooling"))]
     (model / "modules.json").write_text(json.dumps(modules))
     (model / "Pooling").mkdir()
