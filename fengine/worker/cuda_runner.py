@@ -1,5 +1,6 @@
 """Runs steps on CUDA: captured graphs over static buffers, one of the forward pass and one of the sampler."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,19 +23,15 @@ DRAWS = Field("draw_2R", torch.int32)  # tokens, and the bits of their logprobs
 OUTPUTS = (DRAWS, Field("top_id_RX", torch.int32), Field("logprob_RZ", torch.float32))  # of DRAWS and Likeliest
 
 
+@dataclass(slots=True)
 class Behind:
     """What is still to be launched behind the forward pass of a step, and then its result. Modifies: itself."""
 
-    def __init__(self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor) -> None:
-        self.step, self.bucket, self.which, self.hidden_TD = step, bucket, which, hidden_TD
-        self.late: Arrays | None = None if step.late else {}
-        self.result: Result | None = None
-
-    def late_fields(self, drawn: Drawn) -> Arrays:
-        """Computed once. `drawn` gives the tokens of the step before."""
-        if self.late is None:
-            self.late = self.step.late_fields(drawn)
-        return self.late
+    step: StepInput
+    bucket: Bucket
+    which: int
+    hidden_TD: Tensor
+    result: Result | None = None
 
 
 class CudaRunner:
@@ -128,19 +125,15 @@ class CudaRunner:
         else:
             hidden_TD = self._run_forward(bucket, which)
         self.behind = behind = Behind(step, bucket, which, hidden_TD)
-        if not step.late:
+        if not step.waits:
             self.finish()
-        elif not step.waits:
-            behind.late_fields(self.drawn)
 
         def result() -> StepOutput:
             if behind.result is None:
                 self.finish()
             assert behind.result is not None
             out = behind.result()
-            if self.behind is not None:  # the next step, whose masks need these tokens: now the device can go on
-                self.behind.late_fields(lambda: out.tokens)
-                self.finish()
+            self.finish()  # of the next step, whose masks need these tokens: now the device can go on
             return out
 
         return kv, result
@@ -152,8 +145,7 @@ class CudaRunner:
             return
         self._enter()
         step, bucket, which, hidden_TD = behind.step, behind.bucket, behind.which, behind.hidden_TD
-        late = behind.late_fields(self.drawn)
-        large = self._sample(step, bucket, which, hidden_TD, late) if step.draws else None
+        large = self._sample(step, bucket, which, hidden_TD) if step.draws else None
         sizes = output_sizes(bucket.rows, None if large is not None else self._top(step))
         found, likeliest, done = self.found.arrays(self.turn, sizes), None, torch.cuda.Event()
         if large is not None:
@@ -220,11 +212,9 @@ class CudaRunner:
             found["top_id_RX"].copy_(likeliest.top_id_RX)
         return likeliest
 
-    def _sample(
-        self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor, late: Arrays
-    ) -> list[np.ndarray] | None:
+    def _sample(self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor) -> list[np.ndarray] | None:
         """Draws, by a graph where one holds what the step wants. Returns what no static buffer has room for."""
-        self._send_masks(late, bucket.rows, which)
+        self._send_masks(step.late_fields(self.drawn), bucket.rows, which)
         asked_RK = step.arrays.get(ASKED.name)
         if asked_RK is not None and ((step.top or 0) > TOPS[-1] or asked_RK.shape[1] > MOST_ASKED):
             return self._sample_many(step, bucket, which, hidden_TD, asked_RK)

@@ -119,13 +119,8 @@ class StepInput:
         return "token_A" in self.arrays
 
     @property
-    def late(self) -> bool:
-        """Whether some fields come only from `late_fields`."""
-        return any(stage.late for stage in self.stages)
-
-    @property
     def waits(self) -> bool:
-        """Whether these need the tokens of the step before."""
+        """Whether some late fields need the tokens of the step before."""
         return any(stage.waits for stage in self.stages)
 
     def late_fields(self, drawn: Callable[[], Sequence[int]]) -> Arrays:

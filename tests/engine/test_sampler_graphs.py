@@ -265,3 +265,19 @@ def test_tables_are_written_behind_samplers_that_wait(monkeypatch: pytest.Monkey
         want = [told(llm, [ask])[0] for ask in asks]
         use_graphs(llm._parts, monkeypatch)
         assert told(llm, asks) == want
+
+
+def test_a_sampler_that_waits_for_masks_is_launched_before_the_next_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as the tokens before it are known: the device has nothing to do while the host schedules."""
+    pytest.importorskip("llguidance", reason="grammars need the extra fengine[grammar]")
+    with Engine(model_path="box", device="cpu", enable_torch_compile=False, disable_overlap_schedule=False) as llm:
+        runner, waiting = use_graphs(llm._parts, monkeypatch), list[bool]()
+        launch = runner.launch
+
+        def launching(*step: Any) -> Any:
+            waiting.append(runner.behind is not None)
+            return launch(*step)
+
+        monkeypatch.setattr(runner, "launch", launching)
+        told(llm, [("Once", 0, {"regex": "[a-z ]{90,99}", "max_new_tokens": 20, "temperature": 0})])
+        assert len(waiting) >= 20 and not any(waiting)
