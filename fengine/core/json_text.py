@@ -8,7 +8,7 @@ from fengine.core.scalars import told
 from fengine.errors import ConfigError
 
 
-def refuse_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -26,7 +26,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=refuse_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
+LAST_COUNTS = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)  # of a key that occurs twice
 
 
 def parse_json(text: str) -> Any:

@@ -1,18 +1,16 @@
 """Arguments that a call writes as text or as Python's literals, to JSON values. No torch."""
 
 import ast
-import json
 import math
 from contextlib import suppress
 from typing import Any
 
-from fengine.core.json_text import refuse_constant
+from fengine.core.json_text import LAST_COUNTS
 from fengine.structured_output.references import look_up
 
 _NAMES = {"true": True, "false": False, "null": None}
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _INNER = ("anyOf", "oneOf", "allOf")
-_STRICT = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def decode(text: str, whole: bool = True) -> tuple[Any, str]:
@@ -20,8 +18,8 @@ def decode(text: str, whole: bool = True) -> tuple[Any, str]:
     deeply."""
     try:
         if whole:
-            return _STRICT.decode(text), ""
-        value, end = _STRICT.raw_decode(text)
+            return LAST_COUNTS.decode(text), ""
+        value, end = LAST_COUNTS.raw_decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return value, text[end:]

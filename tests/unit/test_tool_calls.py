@@ -161,6 +161,7 @@ BROKEN = [
     ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"x": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"x": 1e999}}</tool_call>'),
     ("hermes", "<tool_call>" + "[" * 5000 + "</tool_call>"),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>"),
     ("mistral", "[TOOL_CALLS]"),

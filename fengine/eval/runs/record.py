@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-from fengine.core.json_text import refuse_constant
+from fengine.core.json_text import LAST_COUNTS
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder, encoded, storage_errors
 from fengine.eval.runs.index import RowTable
 from fengine.eval.runs.journal import read_at
@@ -73,13 +73,10 @@ def bits_of(record: Record) -> bytes:
 # -- reading what anybody may have written -----------------------------------------------------------------------------
 
 
-_JSON = json.JSONDecoder(parse_constant=refuse_constant)
-
-
 def record_of(line: bytes) -> Record | None:
     """None for what is no record: another shape, or logprobs that are no numbers. Pure."""
     try:
-        record = _JSON.decode(line.decode())
+        record = LAST_COUNTS.decode(line.decode())
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("id"), str):
@@ -110,7 +107,7 @@ def id_of(line: bytes) -> str:
     """The id of a line that begins as records do; of another one, if there is any. Pure."""
     if line.startswith(_ID):
         try:
-            value, _ = _JSON.raw_decode(line[len(_ID) : len(_ID) + 8192].decode("utf-8", "ignore"))
+            value, _ = LAST_COUNTS.raw_decode(line[len(_ID) : len(_ID) + 8192].decode("utf-8", "ignore"))
             return value if isinstance(value, str) else ""
         except ValueError:
             pass
