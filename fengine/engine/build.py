@@ -137,7 +137,7 @@ def assemble(
     if (limits := (config.scheduler.waiting_timeout, config.scheduler.running_timeout)) != (None, None):
         core.stepper.watch(Deadlines(core.requests, *limits))
     weights = LiveWeights(loaded.params, spec, loaded.model_dir, loaded.origin, group)
-    updates = WeightUpdates(weights, core, ranks)
+    updates = WeightUpdates(weights, core, ranks, config.model.download_dir)
     new_kv = kv_maker(config, loaded.spec, worker, speculation)
     memory = DeviceMemory(worker.runner, weights, new_kv, page_size, core.stepper.swap_kv, speculation)
     if ranks is not None:

@@ -138,7 +138,7 @@ def times_of(kind: str, draft: tuple[int, int], target: tuple[int, int]) -> tupl
 def _head(config: EngineConfig, target: ModelSpec, params: Params) -> Head:
     drafts = config.speculation
     assert drafts.draft is not None, "`check` has run"
-    directory: Path = resolve_model(drafts.draft)
+    directory: Path = resolve_model(drafts.draft, cache_dir=config.model.download_dir)
     hf_config: Config = eagle3.flat(read_config(directory))
     eagle = eagle3.is_head(hf_config)
     if eagle != (drafts.algorithm is Algorithm.eagle3):

@@ -52,10 +52,15 @@ def resolve_model(
     return _download(path, revision, TEXT_FILES + ["*.safetensors"] * weights, cache_dir)
 
 
-def resolve_local(repo: str, revision: str | None = None) -> Path | None:
+def resolve_local(repo: str, revision: str | None, cache_dir: str | None) -> Path | None:
     """The directory of a hub id that was downloaded before; None if it was not. Asks nobody."""
+    if not HUB_ID.fullmatch(repo):
+        return None
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=TEXT_FILES, local_files_only=True))
+        found = snapshot_download(
+            repo, revision=revision, allow_patterns=TEXT_FILES, cache_dir=cache_dir, local_files_only=True
+        )
+        return Path(found)
     except Exception:  # whatever the hub client makes of a cache without it
         return None
 

@@ -256,9 +256,11 @@ def test_the_models_own_sampling_is_taken_where_it_is_asked_for(tmp_path: Path) 
 def test_a_model_of_the_hub_lies_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **more: asked.append((name, more["cache_dir"])) or BOX)
-    with Engine(model_path="some/model", download_dir="cache", device="cpu") as engine:
+    draft: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "some/draft"}
+    with Engine(model_path="some/model", download_dir="cache", device="cpu", **draft) as engine:
         assert engine.generate("Hi", {"max_new_tokens": 1})["output_ids"]
-    assert set(asked) == {("some/model", "cache")}
+        assert engine.update_weights_from_disk("some/update")[0]
+    assert set(asked) == {(f"some/{name}", "cache") for name in ("model", "draft", "update")}
 
 
 def test_a_run_leaves_to_the_model_what_it_does_not_set() -> None:

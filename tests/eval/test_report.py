@@ -25,9 +25,10 @@ from fengine.eval.report import rows as report_rows
 from fengine.eval.report import schedule
 from fengine.eval.report import sweep as report_sweep
 from fengine.eval.report.facts import figures, script_json, size
-from fengine.eval.report.page import page, report_data
+from fengine.eval.report.page import page, report_data, texts
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks import statistics
+from fengine.worker import hub
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -631,6 +632,20 @@ def test_token_texts_join_to_the_answers_of_the_box(tmp_path: Path, monkeypatch:
     Path("a/manifest.json").write_text(json.dumps(manifest))
     changed = report_data([Path("a")])["run"]["rows_here"]
     assert changed["vocab"] == {} and "has changed since the run" in changed["tokens"]
+
+
+def test_a_tokenizer_is_looked_for_where_the_engine_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def cached(name: str, **more: Any) -> str:
+        asked.append((name, more["revision"], more["cache_dir"]))
+        return str(hub.BOX)
+
+    monkeypatch.setattr(hub, "snapshot_download", cached)
+    config = {"model.path": "some/model", "model.revision": "v2", "model.download_dir": "cache"}
+    for more in ({}, {"model.tokenizer_path": "some/tokenizer"}):
+        assert texts({"config": config | more}, None, [5], 100)[0]
+    assert asked == [("some/model", "v2", "cache"), ("some/tokenizer", None, "cache")]
 
 
 def test_a_segment_ends_where_its_request_was_preempted() -> None:

@@ -60,8 +60,8 @@ class WeightUpdates:
     what says nothing about the weights: InvalidRequestError for a malformed call, UnsupportedFeatureError,
     EngineClosedError, EngineDeadError."""
 
-    def __init__(self, live: LiveWeights, core: EngineCore, ranks: Ranks | None = None) -> None:
-        self.live, self.core, self.ranks = live, core, ranks
+    def __init__(self, live: LiveWeights, core: EngineCore, ranks: Ranks | None, cache_dir: str | None) -> None:
+        self.live, self.core, self.ranks, self.cache_dir = live, core, ranks, cache_dir
         self.missing: set[str] = set()  # tensors whose values were lost
         self._session: Session | None = None
         self.groups = Groups(next((str(place.leaf.device) for place in live.places.values()), "cpu"))
@@ -81,7 +81,7 @@ class WeightUpdates:
         if not isinstance(path, (str, Path)) or not str(path):
             raise InvalidRequestError(f"model_path must be a directory or a hub id, got {path!r:.80}.")
         try:
-            origin = Origin.of(resolve_model(str(path)))
+            origin = Origin.of(resolve_model(str(path), cache_dir=self.cache_dir))
         except (ModelLoadError, ConfigError, OSError) as error:
             return self._refused(error)
         return self._update(lambda: self.live.read_origin(origin), version, abort, origin)

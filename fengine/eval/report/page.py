@@ -179,10 +179,11 @@ def texts(
     from fengine.tokenizer.tokenizer import Tokenizer
 
     config, model, ids_told = identity["config"], identity.get("model") or {}, "so that tokens are shown by their ids"
-    path = str(config.get("model.tokenizer_path") or config.get("model.path") or "")
+    own = config.get("model.tokenizer_path")
+    path, revision = str(own or config.get("model.path") or ""), None if own else config.get("model.revision")
     files = model.get("tokenizer_files") or model.get("files") or (in_force or {}).get("model_files")
     recorded = files.get(FILE, ...) if isinstance(files, dict) else ...
-    directory = _directory(path, config.get("model.revision"))
+    directory = _directory(path, revision, config.get("model.download_dir"))
     if directory is None:
         return {}, f"the tokenizer of {public(path)!r} is not on this machine, {ids_told}"
     try:
@@ -214,9 +215,9 @@ def shown(piece: bytes) -> str:
         return f"‹{piece.hex(' ').upper()}›"
 
 
-def _directory(path: str, revision: Any) -> Path | None:
+def _directory(path: str, revision: Any, cache_dir: Any) -> Path | None:
     if (found := local_directory(path)) is not None:
         return found
-    from fengine.worker.hub import HUB_ID, resolve_local
+    from fengine.worker.hub import resolve_local
 
-    return resolve_local(path, revision) if HUB_ID.fullmatch(path) else None
+    return resolve_local(path, revision, cache_dir)
