@@ -114,7 +114,7 @@ def model_config(parts: Parts, args: ServerArgs) -> dict[str, Any]:
         "model_path": str(args.model_path),
         "context_len": parts.context_length,
         "is_generation": spec.generates,
-        "is_multimodal": False,
+        "is_multimodal": spec.vision is not None,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": spec.num_layers,

@@ -47,6 +47,10 @@ def ask(engine: Engine, ids: Any, images: Any, **more: Any) -> Any:
     return engine.generate(None, GREEDY, ids, image_data=images, return_logprob=True, **more)
 
 
+def test_programs_are_told_that_it_takes_images(engine: Engine) -> None:
+    assert engine.tokenizer_manager.model_config.is_multimodal and engine.get_model_info()["has_image_understanding"]
+
+
 def test_ids_and_logprobs_are_those_of_transformers(engine: Engine, checkpoint: Path) -> None:
     reference = transformers.LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
     processor = transformers.CLIPImageProcessorPil.from_pretrained(checkpoint)
