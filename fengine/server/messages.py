@@ -83,15 +83,15 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     """`tool_choice` and `parallel_tool_calls` of a chat. Errors: ApiError."""
     if choice is None:
         return {}
-    take(choice, names("type", "name", "disable_parallel_tool_use"))
-    kind = choice.get("type")
+    given = take(choice, {"disable_parallel_tool_use": flag(""), **names("type", "name")})
+    kind = given["type"]
     if kind == "tool":
-        chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
+        chosen: Any = {"type": "function", "function": {"name": given["name"]}}
     elif isinstance(kind, str) and kind in CHOICES:
         chosen = CHOICES[kind]
     else:
         raise invalid("tool_choice", f"tool_choice must have the type auto, any, tool or none, got {choice!r:.80}.")
-    return {"tool_choice": chosen, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+    return {"tool_choice": chosen, "parallel_tool_calls": not given["disable_parallel_tool_use"]}
 
 
 def _thinking(thinking: dict[str, Any] | None, values: Any) -> dict[str, Any]:

@@ -97,6 +97,12 @@ def test_one_call_where_one_is_asked_for(alone: bool) -> None:
     assert chat.chat_options.parallel is not alone
 
 
+def test_whether_one_call_is_asked_for_is_not_guessed() -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": "false"}
+    with pytest.raises(ApiError, match="disable_parallel_tool_use must be"):
+        to_chat({"messages": [], "max_tokens": 1, "tool_choice": choice})
+
+
 def test_responses_are_chats(engine: Engine, server: Live) -> None:
     openai = pytest.importorskip("openai", reason="openai's client, of the extra dev")
     chat = [{"role": "system", "content": "Be brief."}, *CHAT]
