@@ -85,7 +85,7 @@ def test_groups_have_metrics_of_their_own(tmp_path: Path) -> None:
         ({"examples": "e.jsonl"}, "task.shots=N"),
         ({"shots": 2, "examples": "e.jsonl"}, "a template"),
         ({"shots": -1, "examples": "e.jsonl", "prompt": "x"}, "task.shots must be at least 1"),
-        ({"kind": TaskKind.perplexity, "group_by": "x"}, "kind=perplexity"),
+        ({"kind": TaskKind.perplexity, "group_by": "x"}, "task.group_by is for kind=generate and kind=choice"),
     ],
 )
 def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:

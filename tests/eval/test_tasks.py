@@ -464,7 +464,12 @@ def test_perplexity(tmp_path: Path) -> None:
         ({"data": "x.jsonl", "select": Select.last}, "task.select says which match of task.extract"),
         ({"data": "x.jsonl", "choices": "options"}, "task.choices is for kind=choice"),
         ({"data": "x.jsonl", "delimiter": ""}, "task.delimiter is for kind=choice and for task.shots"),
-        ({"data": "x.jsonl", "kind": TaskKind.choice, "match": Match.f1}, "kind=choice compares no texts"),
+        ({"data": "x.jsonl", "kind": TaskKind.choice, "match": Match.f1}, "task.match is for kind=generate"),
+        ({"data": "x.jsonl", "kind": TaskKind.choice, "max_new_tokens": 8}, "task.max_new_tokens is for kind=generate"),
+        ({"data": "x.jsonl", "kind": TaskKind.choice, "normal_form": ("blanks",)}, "task.normal_form is for"),
+        ({"data": "x.jsonl", "kind": TaskKind.perplexity, "stop": (".",)}, "task.stop is for kind=generate"),
+        ({"data": "x.jsonl", "kind": TaskKind.perplexity, "prompt": "{q}"}, "is for kind=generate and kind=choice"),
+        ({"data": "x.jsonl", "kind": TaskKind.perplexity, "chat": True}, "task.chat is for"),
     ],
 )
 def test_configs_that_are_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:

@@ -85,6 +85,15 @@ class TaskConfig(Tuples):
     delimiter: str = " "  # stands between the prompt and a choice; not counted by acc_norm
 
 
+KINDS = {  # those that a key counts for, if not for all
+    **dict.fromkeys(("images", "max_new_tokens", "stop", "samples", "vote", "match", "normal_form", "extract",
+                     "select", "judge"), (TaskKind.generate,)),
+    **dict.fromkeys(("prompt", "examples", "shots", "group_by", "chat", "delimiter"),
+                    (TaskKind.generate, TaskKind.choice)),
+    "choices": (TaskKind.choice,),
+}  # fmt: skip
+
+
 def check(config: TaskConfig) -> list[str]:
     """Every problem that can be seen without reading the data, one line each. Pure."""
     problems = _data(config) | _kind(config) | _of_kinds(config) | _bounds(config)
@@ -113,36 +122,30 @@ def _kind(config: TaskConfig) -> dict[str, bool]:
     """Problem -> whether it is one, of what is computed and compared. Pure."""
     generates, compared = config.kind is TaskKind.generate, config.match is not Match.none
     return {
-        "task.images is for kind=generate": config.images is not None and not generates,
         "task.target must name the reference's column, or set task.match=none": config.target is None
         and (compared or not generates),
         "task.judge.response brings the answers: leave out task.prompt, task.shots, task.samples": bool(
             config.judge.response and (config.prompt or config.shots or config.samples > 1)
         ),
-        "task.judge is for kind=generate": config.judge.prompt is not None and not generates,
-        f"task.samples is for kind=generate; kind={config.kind.value} draws nothing": config.samples != 1
-        and not generates,
         "task.vote is for several samples that are compared: set task.samples and task.match": config.vote
         and (config.samples < 2 or not compared),
     }
 
 
 def _of_kinds(config: TaskConfig) -> dict[str, bool]:
-    """Problem -> whether it is one, of keys that would count for nothing, of examples and groups. Pure."""
-    generates, chooses = config.kind is TaskKind.generate, config.kind is TaskKind.choice
-    compares = config.match not in (Match.none, TaskConfig.match) or config.extract is not None
-    selects, shots = config.select is not TaskConfig.select, bool(config.shots)
+    """Problem -> whether it is one, of keys that would count for nothing. Pure."""
+    shots, plain = bool(config.shots), TaskConfig()
+    idle = [name for name, kinds in KINDS.items() if config.kind not in kinds
+            and getattr(config, name) not in (getattr(plain, name), Match.none)]  # fmt: skip
     return {
-        f"task.match and task.extract are for kind=generate; kind={config.kind.value} compares no texts": not generates
-        and compares,
-        "task.select says which match of task.extract counts: set that, too": selects and config.extract is None,
-        "task.choices is for kind=choice": not chooses and config.choices != TaskConfig.choices,
-        "task.delimiter is for kind=choice and for task.shots": not (chooses or shots)
+        **{f"task.{name} is for {' and '.join(f'kind={kind.value}' for kind in KINDS[name])}": True for name in idle},
+        "task.select says which match of task.extract counts: set that, too": config.select is not TaskConfig.select
+        and config.extract is None,
+        "task.delimiter is for kind=choice and for task.shots": config.kind is TaskKind.generate
+        and not shots
         and config.delimiter != TaskConfig.delimiter,
         "task.shots needs task.examples=FILE.jsonl and a template: task.prompt": shots
         and not (config.examples and config.prompt),
-        f"task.shots and task.group_by are not for kind={config.kind.value}": config.kind is TaskKind.perplexity
-        and bool(shots or config.group_by),
         "task.examples is shown by task.shots=N": config.examples is not None and not shots,
     }
 
