@@ -21,7 +21,6 @@ from functools import partial
 from keyword import kwlist
 from typing import Any
 
-from fengine.errors import UnsupportedFeatureError
 from fengine.server.tool_values import decode, python_value, written_value
 
 PYTHON_TAG = "<|python_tag|>"  # which Llama may write in front of calls
@@ -230,18 +229,9 @@ def new_call_id(form: Format | None, name: str, index: int, unique: str) -> str:
     return (CALL_ID if form is None else form.call_id).format(name=name, index=index, unique=unique)
 
 
-def format_of(template: str | None) -> Format | None:
+def format_of(template: str) -> Format | None:
     """The format that a chat template teaches; None: none that is read here. Pure."""
-    source = template or ""
-    return next((one for one in FORMATS if all(mark in source for mark in one.marks)), None)
-
-
-def require_format(template: str | None) -> Format:
-    """As `format_of`. Errors: UnsupportedFeatureError."""
-    if (found := format_of(template)) is None:
-        told = "tools: the model's chat template describes no tools, or in a form whose calls are not read here"
-        raise UnsupportedFeatureError(f"{told}; read are those of {', '.join(one.name for one in FORMATS)}")
-    return found
+    return next((one for one in FORMATS if all(mark in template for mark in one.marks)), None)
 
 
 def forced_schema(functions: Sequence[dict[str, Any]], parallel: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import importlib.util
 import json
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -281,7 +282,7 @@ def test_tools_where_the_template_has_them() -> None:
     assert text == '<tool_call> add user: 2 + 3?;assistant: ;add{"x": 2}tool: 5;'
     output = {"text": 'So <tool_call>{"name": "add", "arguments": {"x": 3}}</tool_call>', "output_ids": [5]}
     output |= {"meta_info": {"finish_reason": {"type": "stop"}}}
-    read = partial(parse_output, form=model._tool_form([ADD], "auto"), thinks=True, opened=False)
+    read = partial(parse_output, form=model._facts([ADD], "auto").form, thinks=True, opened=False)
     found = model._choice(output, GenerateConfig(), read, False, lambda _, i: f"call_{1 + i}")
     assert found.stop_reason == "tool_calls" and found.message.text == "So"
     assert found.message.tool_calls == [ToolCall("call_1", "add", {"x": 3})]
@@ -295,6 +296,39 @@ def test_tools_where_the_template_has_them() -> None:
     with pytest.raises(UnsupportedFeatureError, match="the model's chat template describes no tools"):
         ask(plain, "2 + 3?", [ADD])
     plain.close()
+
+
+@pytest.mark.parametrize(
+    ("mark", "written", "shown"),
+    [
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "add", "arguments": {"x": 3}}]', ""),
+        ("<|channel|>", "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>3", "3"),
+    ],
+)
+def test_calls_and_thoughts_between_special_tokens(
+    mark: str, written: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The box with a special token that such models have."""
+    folder, asked = shutil.copytree(BOX, tmp_path / "marked"), []
+    for file in folder.glob("tokenizer*.json"):
+        file.write_text(file.read_text().replace("<|pad|>", mark))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# " + mark + " functions #}"
+    model = FengineAPI(str(folder), chat_template=template, **EAGER)
+
+    async def answer(**call: Any) -> Any:
+        asked.append(call["sampling_params"].get("skip_special_tokens", True))
+        meta = {"finish_reason": {"type": "stop"}, "completion_tokens": 5}
+        return {"text": written, "output_ids": [5], "meta_info": meta}
+
+    monkeypatch.setattr(model.engine, "async_generate", answer)
+    tools = [ADD] if mark == "[TOOL_CALLS]" else []
+    (found,) = ask(model, "2 + 3?", tools).choices
+    assert asked == [False] and found.message.text == shown
+    if tools:
+        assert found.message.tool_calls[0].function == "add" and found.message.tool_calls[0].arguments == {"x": 3}
+    else:
+        assert found.message.content[0].reasoning == "Hm"
+    model.close()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from fengine.eval.harness import inspect_requests as reads
 from fengine.eval.harness.engine import open_engine
 from fengine.eval.runs.manifest import row_seed
 from fengine.server.output_parser import Delta, parse_output
-from fengine.server.tool_calls import Format, new_call_id, require_format
+from fengine.server.template_facts import TemplateFacts, template_facts
+from fengine.server.tool_calls import FORMATS, new_call_id
 
 try:
     from inspect_ai import model as ai
@@ -115,16 +116,20 @@ class FengineAPI(ai.ModelAPI):
     ) -> ai.ModelOutput:
         """One call. A prompt that the context does not hold ends with the stop reason model_length. Errors:
         InvalidRequestError and kinds, UnsupportedFeatureError; AbortedError."""
-        sampling, form = reads.sampling_of(config), self._tool_form(tools, tool_choice)
+        tools = [] if tool_choice == "none" else tools
+        sampling, facts = reads.sampling_of(config), self._facts(tools, tool_choice)
+        form = facts.form if tools else facts.channels
+        if form is not None and facts.hidden:
+            sampling = {"skip_special_tokens": False} | sampling
         try:
-            ids = self._prompt(input, tools if form else [], config)
+            ids = self._prompt(input, tools, config)
             asked = reads.DEFAULT_MAX_TOKENS if config.max_tokens is None else config.max_tokens
             room = self.engine.tokenizer_manager.context_len - len(ids)
             sampling |= {"max_new_tokens": min(asked, max(room, 0))}
             outputs = await self._ask(ids, sampling | self._seed(ids, sampling), config)
         except ContextLengthError as error:
             return ai.ModelOutput.from_content(self.model_name, str(error), "model_length", str(error))
-        opened = self.use_chat_template and self._tokenizer.decode(ids[-8:], False).rstrip().endswith("<think>")
+        opened = facts.opened(self._tokenizer, ids)
         calls_before = sum(len(m.tool_calls or []) for m in input if m.role == "assistant")
         functions = [tool["function"] for tool in reads.tool_schemas(tools)]
         read = partial(parse_output, form=form, thinks=True, opened=opened, functions=functions)
@@ -135,16 +140,20 @@ class FengineAPI(ai.ModelAPI):
         usage = ai.ModelUsage(input_tokens=len(ids), output_tokens=written, total_tokens=len(ids) + written)
         return ai.ModelOutput(model=self.model_name, choices=choices, usage=usage)
 
-    def _tool_form(self, tools: list[ToolInfo], choice: ToolChoice) -> Format | None:
-        """How the template writes tool calls; None if there are no tools to be used."""
-        if not tools or choice == "none":
-            return None
-        if choice != "auto":
+    def _facts(self, tools: list[ToolInfo], choice: ToolChoice) -> TemplateFacts:
+        """What the template in use teaches of outputs, how it writes calls if there are tools. Errors:
+        UnsupportedFeatureError."""
+        if tools and choice != "auto":
             raise UnsupportedFeatureError(f"tool_choice={choice!r} is not built: only a grammar could force a call")
         if not self.use_chat_template:
-            raise UnsupportedFeatureError("tools need the chat template, and use_chat_template=false is set")
-        templates = self._tokenizer.chat_templates
-        return require_format(templates.get("tool_use", templates.get("default")))
+            if tools:
+                raise UnsupportedFeatureError("tools need the chat template, and use_chat_template=false is set")
+            return TemplateFacts()
+        facts = template_facts(self._tokenizer, bool(tools))
+        if tools and facts.form is None:
+            told = "tools: the model's chat template describes no tools, or in a form whose calls are not read here"
+            raise UnsupportedFeatureError(f"{told}; read are those of {', '.join(one.name for one in FORMATS)}")
+        return facts
 
     def _prompt(self, input: list[ai.ChatMessage], tools: list[ToolInfo], config: ai.GenerateConfig) -> list[int]:
         if not self.use_chat_template:
