@@ -1,14 +1,13 @@
-"""A checkpoint's `generation_config.json`: ids that begin and end a text, and the sampling parameters that it
+"""A checkpoint's `generation_config.json`: ids that end a text, and the sampling parameters that it
 recommends: taken, left alone, or refused."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fengine.core.sampling_params import RECOMMENDED, SamplingParams
 from fengine.errors import FengineError, ModelLoadError, UnsupportedFeatureError
-from fengine.models.spec import Config
 from fengine.worker.safetensors_file import read_config, read_json
 
 LENGTH = "a request says itself how much it wants"
@@ -40,33 +39,18 @@ NEUTRAL: Mapping[str, float | None] = {  # values that ask for nothing, where th
 }
 
 
-class GenerationConfig(NamedTuple):
-    """Token ids that end and begin a text."""
-
-    eos_ids: tuple[int, ...]
-    bos_id: int | None
-
-
-def read_generation_config(directory: Path, overrides: str = "") -> GenerationConfig:
-    """The ids in generation_config.json (optional) and config.json together. Errors: ModelLoadError."""
-    config = read_config(directory, overrides)
-    path = directory / "generation_config.json"
-    generation = read_json(path) if os.path.lexists(path) else {}
-    eos = {
-        token
-        for source in (generation, config, config.get("text_config") or {})
-        for token in _ids(source, "eos_token_id")
-    }
-    bos = _ids(generation, "bos_token_id") or _ids(config, "bos_token_id")
-    return GenerationConfig(tuple(sorted(eos)), bos[0] if bos else None)
-
-
-def _ids(config: Config, name: str) -> list[int]:
-    value = config.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise ModelLoadError(f"{name} must be a token id, a list of them or null, got {value!r}."[:200])
-    return ids
+def read_eos_ids(directory: Path, overrides: str = "") -> frozenset[int]:
+    """The ids that end a text, by generation_config.json (optional) and config.json together. Errors:
+    ModelLoadError."""
+    config, path = read_config(directory, overrides), directory / "generation_config.json"
+    generation, found = read_json(path) if os.path.lexists(path) else {}, set[int]()
+    for source in (generation, config, config.get("text_config") or {}):
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and token >= 0 for token in ids):
+            raise ModelLoadError(f"eos_token_id must be a token id, a list of them or null, got {value!r}."[:200])
+        found.update(ids)
+    return frozenset(found)
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import BATCH, Params
 from fengine.models.spec import RopeSpec
 from fengine.ops import linear
-from fengine.worker.generation_config import GenerationConfig, read_generation_config
+from fengine.worker.generation_config import read_eos_ids
 from fengine.worker.hub import BOX, resolve_model
 from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.safetensors_file import INDEX, SINGLE, read_config, read_header
@@ -149,18 +149,18 @@ def test_code_in_a_checkpoint_is_never_imported(checkpoint: Path) -> None:
     assert not any("canary_module" in name for name in sys.modules)
 
 
-def test_generation_config(checkpoint: Path) -> None:
+def test_ids_that_end_a_text(checkpoint: Path) -> None:
     path = checkpoint / "generation_config.json"
-    edit_json(path, eos_token_id=[9, 7], bos_token_id=5)
-    assert read_generation_config(checkpoint) == GenerationConfig((2, 7, 9), 5)
+    edit_json(path, eos_token_id=[9, 7])
+    assert read_eos_ids(checkpoint) == {2, 7, 9}
     path.unlink()
-    assert read_generation_config(checkpoint) == GenerationConfig((2,), 1)
-    edit_json(checkpoint / "config.json", eos_token_id=None, bos_token_id=...)
-    assert read_generation_config(checkpoint) == GenerationConfig((), None)
+    assert read_eos_ids(checkpoint) == {2}
+    edit_json(checkpoint / "config.json", eos_token_id=None)
+    assert read_eos_ids(checkpoint) == frozenset()
     for bad in ("</s>", [3, None], True, -1, 2.0):
         edit_json(checkpoint / "config.json", eos_token_id=bad)
         with pytest.raises(ModelLoadError, match="eos_token_id must be a token id"):
-            read_generation_config(checkpoint)
+            read_eos_ids(checkpoint)
 
 
 # -- dummy weights ----------------------------------------------------------------------------------------------------

@@ -239,10 +239,10 @@ def live_block(progress: Progress, width: int) -> RenderableType:
         growing.add_row(str(row.number), Text(one_line(row.prompt)), Text(tail(one_line(row.text), room)))
     for _ in range(rows - len(p.growing)):
         growing.add_row("", "", "")
-    return Group(growing, Text(), _bar(p, width), _figures(p))
+    return Group(growing, Text(), _bar(p), _figures(p))
 
 
-def _bar(p: Progress, width: int) -> RenderableType:
+def _bar(p: Progress) -> RenderableType:
     bar = grid({"ratio": 1}, *[{"no_wrap": True}] * 4)
     failed = Text(f"{p.failed:,} failed", style="red") if p.failed else Text()
     line = ProgressBar(total=p.total or None, completed=p.done, pulse=p.total is None, complete_style="cyan")
