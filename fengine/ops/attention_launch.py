@@ -274,7 +274,7 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
     k, v = (kv_fp8.values(x).to(q.dtype) for x in (k, v))  # where pages hold codes, what these stand for
     run_as = partial(run, call, width**-0.5, bounds=bounds)
     want = run(call._replace(k_PSGK=k, v_PSGK=v), width**-0.5, reference_schedule(q, k), bounds)
-    same = bool(want.isfinite().all()) and same_bits(want, lambda: run_as(s), True)
+    same = same_bits(want, lambda: run_as(s), True) and bool(want.isfinite().all())
     return same and torch.equal(want, run_as(s, most=1))  # again: the counters are back at zero
 
 

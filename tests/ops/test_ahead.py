@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="only Triton's kernels are compiled ahead")
 
 from fengine.ops import ahead  # noqa: E402
-from fengine.ops.proof import Proofs  # noqa: E402
+from fengine.ops.proof import Proofs, same_bits  # noqa: E402
 
 CONSTANT, COUNT, PLAIN = (
     SimpleNamespace(is_constexpr=constant, do_not_specialize=general)
@@ -85,14 +85,23 @@ def test_an_error_inside_ends_the_asking():
     assert not ahead.asking()
 
 
-def test_nothing_is_proved_while_kernels_are_asked_for(tmp_path: Path):
-    proofs = Proofs(tmp_path / "proofs.jsonl")
+def test_a_comparison_asks_for_its_kernels_once_and_proves_nothing(tmp_path: Path):
+    proofs, kernel = Proofs(tmp_path / "proofs.jsonl"), Kernel()
     proofs.holds("known to differ", lambda: False)
+
+    def compare() -> bool:
+        def compute() -> torch.Tensor:
+            ahead.launcher(kernel, (3,))(x, 5, 7, 8)
+            return x  # equal, of one value: not what proves a schedule
+
+        return same_bits(x, compute)
+
     with ahead.compiling():
-        assert proofs.holds("new", lambda: pytest.fail("compared")) and not proofs.holds(
-            "known to differ", lambda: True
-        )
-    assert not proofs.holds("new", lambda: False) and len((tmp_path / "proofs.jsonl").read_text().splitlines()) == 2
+        assert proofs.holds("new", compare) and len(kernel.asked) == 1
+        assert proofs.holds("new", lambda: pytest.fail("again"))
+        assert not proofs.holds("known to differ", lambda: pytest.fail("known"))
+    assert not kernel.launched and not proofs.holds("new", lambda: False)
+    assert len((tmp_path / "proofs.jsonl").read_text().splitlines()) == 2
 
 
 def test_no_op_launches_a_kernel_past_it():
