@@ -1,17 +1,25 @@
 """What tasks score beyond equality: containing, numbers, words, patterns; examples before prompts; groups of rows."""
 
+import asyncio
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("hydra")
 
+from eval_fakes import FakeEngine, FakeTokenizer
+
+from fengine.config import EngineConfig
 from fengine.errors import ConfigError, InputFileError
+from fengine.eval.runs.answering import Asker, answer_row
+from fengine.eval.runs.config import EvalConfig
 from fengine.eval.tasks import scoring
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.task import Answer
+from fengine.eval.tasks.task import Answer, Row
 from fengine.eval.tasks.task_config import Format, Match, TaskConfig, TaskKind, check
 
 WORDS = ("case", "punctuation", "articles", "blanks")
@@ -92,3 +100,54 @@ def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
     assert any(said in problem for problem in check(TaskConfig("t", data="d.jsonl", **fields)))
     with pytest.raises(ConfigError):
         open_task(TaskConfig("t", data="d.jsonl", **fields), Path())
+
+
+# -- thoughts ----------------------------------------------------------------------------------------------------------
+
+
+class Thinker(FakeEngine):
+    """Writes a thought before its answer, as models of the template `source` do."""
+
+    def __init__(self, source: str, written: str) -> None:
+        super().__init__(EngineConfig())
+        self.tokenizer, self.written = Template(source), written
+
+    async def async_generate(self, **call: Any) -> Any:
+        shown = not call["sampling_params"]["skip_special_tokens"]
+        text = self.written if shown else re.sub(r"<\|\w+\|>", "", self.written)
+        entries = [(-0.5, 5, None)]
+        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": entries, "completion_tokens": 1}
+        return {"text": text, "output_ids": [5], "meta_info": meta}
+
+
+class Template(FakeTokenizer):
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.backend = SimpleNamespace(get_added_tokens_decoder=dict)
+
+    def template_of(self, tools: bool) -> tuple[str, frozenset[str]]:
+        return self.source, frozenset()
+
+    def decode(self, ids: list[int], skip: bool) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        ("<think>", "<think>So 3</think>\n\n4"),
+        (
+            "<|channel|> functions",
+            "<|channel|>analysis<|message|>So 3<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+        ),
+    ],
+)
+def test_what_is_scored_follows_the_thoughts(source: str, written: str, tmp_path: Path) -> None:
+    config = EvalConfig(
+        task=TaskConfig("t", data=rows(tmp_path / "d.jsonl", {"prompt": "x", "answer": "4"}), chat=True)
+    )
+    task = open_task(config.task, tmp_path, lambda messages: [len(messages)])
+    (row,) = task.rows()
+    assert isinstance(row, Row)
+    record, _ = asyncio.run(answer_row(Asker(Thinker(source, written)), config, task, row, []))
+    assert record["scores"] == {"exact_match": True} and record["answers"][0]["text"] == written

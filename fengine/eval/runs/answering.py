@@ -23,7 +23,7 @@ from fengine.eval.runs.manifest import row_seed
 from fengine.eval.runs.record import Record, common, line_of, row_record
 from fengine.eval.tasks.task import DRAWN, Answer, Ask, Pair, Row, Task, judging
 from fengine.eval.tasks.task_config import Format
-from fengine.server.template_facts import parser_of, thought_facts
+from fengine.server.template_facts import TemplateFacts, parser_of, thought_facts
 
 UNSET = SamplingConfig()
 MAX_RECORD = MAX_LINE - 1024  # bytes; beside it there is the head
@@ -153,16 +153,24 @@ class Asker:
             done = end
         return parts
 
+    def marked(self, ask: Ask, sampling: dict[str, Any]) -> dict[str, Any]:
+        """The sampling parameters of an answer in which `without_thoughts` finds channels: by special tokens. Pure."""
+        return sampling | {"skip_special_tokens": False} if self._thoughts_of(ask).channels else sampling
+
     def without_thoughts(self, ask: Ask, answer: Answer) -> Answer:
         """The answer that is scored: of a chat with a thinking model what follows the thoughts. Pure."""
-        if ask.kind not in DRAWN or isinstance(ask.prompt, str) or self.tokenizer is None or not self.thinks:
+        facts = self._thoughts_of(ask)
+        if isinstance(ask.prompt, str) or not (facts.thinks or facts.channels):
             return answer
         return replace(answer, text=parser_of(self.tokenizer, ask.prompt).feed(answer.text, last=True).content)
 
+    def _thoughts_of(self, ask: Ask) -> TemplateFacts:
+        """How the answer may hold thoughts: to a chat, which is ids here, as the template says. Pure."""
+        return TemplateFacts() if ask.kind not in DRAWN or isinstance(ask.prompt, str) else self._template
+
     @cached_property
-    def thinks(self) -> bool:
-        facts = thought_facts(self.tokenizer)
-        return facts.thinks or facts.channels is not None
+    def _template(self) -> TemplateFacts:
+        return TemplateFacts() if self.tokenizer is None else thought_facts(self.tokenizer)
 
     def ids_of(self, prompt: str | list[int]) -> list[int]:
         """A prompt's ids, as the engine has them."""
@@ -195,6 +203,8 @@ async def answer_row(
     wanted = task.asks(row)
     for again in (True, False):  # what is asked, then what is asked about the answers
         params = [sampling_of(config, ask, row.id, i) for i, ask in enumerate(wanted, len(asks))]
+        if config.task.format is not Format.prompts:  # of which nothing is scored
+            params = list(map(asker.marked, wanted, params))
         watched = [None if asks else watcher, *[None] * len(wanted)][: len(wanted)]
         results = await asyncio.gather(*map(asker.ask, wanted, params, watched))
         metas += [meta for _, several in results for meta in several]
