@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import chain, groupby
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -59,6 +60,14 @@ def small_pools() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A file of the slow lane comes behind every fourth other: the last that workers are given are quick, so that none
+    # is left alone.
+    files = [list(of_file) for _, of_file in groupby(items, lambda item: item.path)]
+    slow = [file for file in files if file[0].path.parent.name == "slow"]
+    files = [file for file in files if file[0].path.parent.name != "slow"]
+    for number, file in enumerate(slow):
+        files.insert(5 * number, file)
+    items[:] = chain.from_iterable(files)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
