@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 from typing import Any
 
+import forked
 import hypothesis
 import pytest
 
@@ -102,6 +104,14 @@ def kept_frozen() -> None:
     engines: Any = sys.modules.get("fengine.eval.cli.engines")
     if engines is not None:
         engines.gc = SimpleNamespace(**vars(gc) | {"freeze": lambda: None, "unfreeze": lambda: None})
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_ranks() -> None:
+    """Of engines in a test's own process: each would import torch. Those of an engine in a process of its own do."""
+    child: Any = sys.modules.get("fengine.engine.parallel.child")
+    if child is not None:
+        child.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": forked.Fork})
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ import tiny_adapters
 import tiny_checkpoints
 import tiny_vision
 import torch
+from forked import Fork
 from safetensors.torch import load_file
 
 from fengine import Engine
@@ -146,7 +147,7 @@ def test_ranks_end_with_the_process_of_rank_0(tmp_path: Path) -> None:
         "print(*engine.get_all_child_pids(), engine._parts.ranks.folder.name, flush=True)\n"
         "time.sleep(600)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = Fork([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pid, folder = process.stdout.readline().split()
     assert Path(folder).exists()

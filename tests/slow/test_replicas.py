@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ import tiny_adapters
 import tiny_checkpoints
 import tiny_vision
 import torch
-from forked import run
+from forked import Fork, run
 from test_ranks import PARAMS, PROMPTS, SETTINGS, adapted, results
 
 from fengine import Engine
@@ -455,8 +454,9 @@ def test_one_whose_first_process_ends_before_it_has_begun_removes_the_folder(kin
         ours.sendall(json.dumps({"config": config, "folder": str(folder)} | kind).encode() + b"\n")
         ours.close()
         command = [sys.executable, "-m", child.MAIN, str(theirs.fileno())]
-        done = subprocess.run(command, pass_fds=[theirs.fileno()], timeout=120, check=False)
-    assert done.returncode == 0 and not folder.exists()
+        with Fork(command, pass_fds=[theirs.fileno()]) as process:
+            assert process.wait(120) == 0
+    assert not folder.exists()
 
 
 def test_one_that_was_taken_for_dead_stays_dead(again: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
