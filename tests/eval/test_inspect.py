@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_adapters
 
 pytest.importorskip("inspect_ai", reason="needs the extra: pip install 'fengine[inspect-ai]'")
 
@@ -257,6 +258,24 @@ def test_thoughts_are_parts_of_their_own() -> None:
     output = ask(model, "The capital of France is", temperature=0, max_tokens=6)
     (thoughts,) = [part for part in output.message.content if part.type == "reasoning"]
     assert thoughts.reasoning and output.completion == ""  # cut before it came to an answer
+    model.close()
+
+
+def test_an_adapter_answers(tmp_path: Path) -> None:
+    """A strong one, so that its answers are others."""
+    paths = {"a": str(tiny_adapters.random_adapter(tmp_path, BOX, 2))}
+    with pytest.raises(ConfigError, match="lora_paths loads a: adapter=NAME says which of them"):
+        FengineAPI("box", lora_paths=paths, **EAGER)
+    with pytest.raises(ConfigError, match="adapter='b': the engine has a"):
+        FengineAPI("box", lora_paths=paths, adapter="b", **EAGER)
+    model = FengineAPI("box", lora_paths=paths, adapter="a", **EAGER)
+    found = ask(model, "What is the capital of France?", temperature=0, max_tokens=12, logprobs=True)
+    ids = model._prompt([ChatMessageUser(content="What is the capital of France?")], [], GenerateConfig())
+    asked: Any = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 12}, "return_logprob": True}
+    for adapter in ("a", None):
+        wanted = model.engine.generate(lora_path=adapter, **asked)["meta_info"]["output_token_logprobs"]
+        same = [one.logprob for one in found.choices[0].logprobs.content] == [entry[0] for entry in wanted]
+        assert same is (adapter == "a")
     model.close()
 
 

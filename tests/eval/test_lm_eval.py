@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_adapters
 import tiny_checkpoints
 
 pytest.importorskip("lm_eval", reason="needs the extra: pip install 'fengine[lm-eval]'")
@@ -297,6 +298,18 @@ def test_the_record_names_weights_and_engine(box: FengineLM, tasks: TaskManager)
     assert found["config"]["model_dtype"] == "torch.float32"
     assert box.tokenizer_name.startswith("box__") and len(box.tokenizer_name) == len("box__") + 12
     assert box.chat_template(True) == box.tokenizer.chat_template and box.chat_template() is None
+
+
+def test_an_adapter_answers(tmp_path: Path) -> None:
+    """A strong one, so that its answers are others."""
+    model = fengine("box", lora_paths={"a": str(tiny_adapters.random_adapter(tmp_path, BOX, 2))}, adapter="a")
+    base = FengineLM(model.engine)
+    args, ids = ("The capital of France is", " Paris"), model.tok_encode("The capital of France is Paris")
+    (told,), (plain,) = (one.loglikelihood(requests("loglikelihood", args)) for one in (model, base))
+    read: Any = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": len(ids) - 2}
+    wanted = [model.engine.generate(input_ids=ids, lora_path=name, **read)["meta_info"] for name in ("a", None)]
+    assert [told[0], plain[0]] == [meta["input_token_logprobs"][-1][0] for meta in wanted] and told[0] != plain[0]
+    model.close()
 
 
 def test_the_engine_ends_with_the_model(box: FengineLM) -> None:

@@ -20,18 +20,27 @@ MAX_CHARS = 1 << 28  # of one text: documents are cut to windows after they are 
 logger = logging.getLogger(__name__)
 
 
-def open_engine(model: str | Engine, harness: str, settings: dict[str, Any]) -> Engine:
-    """A new engine with these fields of ServerArgs; or `model` itself, which then takes no settings. Errors:
-    UnknownParameterError, ConfigError, ModelLoadError and kinds, UnsupportedFeatureError (no text comes of it)."""
+def open_engine(model: str | Engine, harness: str, settings: dict[str, Any], adapter: str | None) -> Engine:
+    """A new engine with these fields of ServerArgs; or `model` itself, which then takes no settings. `adapter`: the
+    LoRA adapter that answers. Errors: UnknownParameterError, ConfigError, ModelLoadError and kinds,
+    UnsupportedFeatureError (no text comes of it)."""
     if isinstance(model, Engine) and settings:
         raise ConfigError(f"{', '.join(settings)} cannot be set on an engine that runs already")
     engine = model if isinstance(model, Engine) else Engine(model_path=model, **settings)
-    generates = engine.tokenizer_manager.is_generation
-    if not generates or engine.tokenizer is None:
+    generates, known = engine.tokenizer_manager.is_generation, engine.lora_adapters()
+    names = ", ".join(known)
+    try:
+        if not generates or engine.tokenizer is None:
+            lacks = "a tokenizer, and skip_tokenizer_init is on" if generates else "a model that generates text"
+            raise UnsupportedFeatureError(f"{harness} needs {lacks}")
+        if adapter is not None and adapter not in known:
+            raise ConfigError(f"adapter={adapter!r:.80}: the engine has {names or 'none; lora_paths loads some'}")
+        if adapter is None and known and engine is not model:  # else the base model would answer
+            raise ConfigError(f"lora_paths loads {names}: adapter=NAME says which of them answers")
+    except (UnsupportedFeatureError, ConfigError):
         if engine is not model:
             engine.shutdown()
-        lacks = "a tokenizer, and skip_tokenizer_init is on" if generates else "a model that generates text"
-        raise UnsupportedFeatureError(f"{harness} needs {lacks}")
+        raise
     return engine
 
 

@@ -41,20 +41,22 @@ NAME_ONLY = "__model_info_lookup__"  # inspect-ai's api_key of a provider that i
 
 class FengineAPI(ai.ModelAPI):
     """Model arguments (`-M name=value`): `use_chat_template=false` gives the text of a single user message to the model
-    as it is; `chat_template_args` are variables of the template (`enable_thinking`, too); the rest are the arguments of
-    `fengine.Engine` (`context_length`, `random_seed`, `chat_template` …). Errors at construction: ConfigError,
-    UnknownParameterError, ModelLoadError and kinds, UnsupportedFeatureError."""
+    as it is; `chat_template_args` are variables of the template (`enable_thinking`, too); `adapter` names that of
+    `lora_paths` which answers; the rest are the arguments of `fengine.Engine` (`context_length`, `random_seed`,
+    `chat_template` …). Errors at construction: ConfigError, UnknownParameterError, ModelLoadError and kinds,
+    UnsupportedFeatureError."""
 
     def __init__(
         self, model_name: str, base_url: str | None = None, api_key: str | None = None,
         config: ai.GenerateConfig | None = None, use_chat_template: bool = True,
-        chat_template_args: dict[str, Any] | None = None, enable_thinking: bool | None = None, **settings: Any,
+        chat_template_args: dict[str, Any] | None = None, enable_thinking: bool | None = None,
+        adapter: str | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         config = ai.GenerateConfig() if config is None else config
         super().__init__(model_name=model_name, base_url=base_url, api_key=api_key, config=config)
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.chat_values = {**(chat_template_args or {}), **thinking}
-        self.use_chat_template = use_chat_template
+        self.use_chat_template, self.adapter = use_chat_template, adapter
         self._drawn: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
         self._drawn_elsewhere: Counter[str] = Counter()
         self._engine: Engine | None = None
@@ -65,7 +67,7 @@ class FengineAPI(ai.ModelAPI):
         if not isinstance(use_chat_template, bool):
             raise ConfigError(f"use_chat_template must be true or false, got {use_chat_template!r}")
         reads.sampling_of(config)
-        self._engine = open_engine(model_name, "inspect-ai", settings)
+        self._engine = open_engine(model_name, "inspect-ai", settings, adapter)
         self._closer = weakref.finalize(self, self._engine.shutdown)  # at the latest when the process ends
         if use_chat_template and not self.engine.tokenizer.chat_templates:  # type: ignore[union-attr]
             self.close()
@@ -185,7 +187,7 @@ class FengineAPI(ai.ModelAPI):
         except RuntimeError:
             raise UnsupportedFeatureError("fengine needs asyncio; leave INSPECT_ASYNC_BACKEND=trio out") from None
         found: Any = await self.engine.async_generate(
-            input_ids=ids, sampling_params=sampling, **reads.logprob_arguments(config)
+            input_ids=ids, sampling_params=sampling, lora_path=self.adapter, **reads.logprob_arguments(config)
         )
         outputs = found if isinstance(found, list) else [found]
         for output in outputs:

@@ -33,7 +33,8 @@ class FengineLM(TemplateLM):
     """`lm_eval --model fengine --model_args pretrained=PATH,…`, or an object for `simple_evaluate(model=…)`.
 
     `pretrained` is what `Engine` takes as model_path, or a running Engine, which stays the caller's. Arguments that are
-    not named here are those of `Engine` (fields of ServerArgs). Errors: ConfigError, ModelLoadError and kinds, at once.
+    not named here are those of `Engine` (fields of ServerArgs); `adapter` names the one of its `lora_paths` that
+    answers. Errors: ConfigError, ModelLoadError and kinds, at once.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class FengineLM(TemplateLM):
         max_length: int | None = None, max_model_len: int | None = None, max_gen_toks: int = 256,
         add_bos_token: bool | None = None, prefix_token_id: int | None = None, tokenizer: str | None = None,
         truncation_side: str = "left", seed: int | None = None, enable_thinking: bool | None = None,
-        chat_template_args: dict[str, Any] | None = None, think_end_token: str | int | None = None, **settings: Any,
+        chat_template_args: dict[str, Any] | None = None, think_end_token: str | int | None = None,
+        adapter: str | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         named = {"tokenizer_path": tokenizer, "random_seed": seed, "max_running_requests": max_batch_size}
@@ -54,7 +56,7 @@ class FengineLM(TemplateLM):
         self.think_end_token = _think_end(think_end_token, bool(enable_thinking))
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.enable_thinking, self.truncation_side = enable_thinking, truncation_side
-        self.max_gen_toks = integer("max_gen_toks", max_gen_toks)
+        self.max_gen_toks, self.adapter = integer("max_gen_toks", max_gen_toks), adapter
         self.engine = self._open(pretrained, settings)
         assert self.engine.tokenizer is not None
         prefix, values = prefix_token_id, {**(chat_template_args or {}), **thinking}
@@ -67,7 +69,7 @@ class FengineLM(TemplateLM):
         if str(settings.get("device")).startswith("cuda") and not torch.cuda.is_available():
             logger.warning("lm-eval asks for a CUDA device, which is its default; there is none, so the CPU is used")
             settings = settings | {"device": None}
-        engine = open_engine(pretrained, "lm-eval", settings)
+        engine = open_engine(pretrained, "lm-eval", settings, self.adapter)
         if engine is not pretrained:
             self._closer = weakref.finalize(self, engine.shutdown)  # at the latest when the process ends
         return engine
@@ -216,7 +218,7 @@ class FengineLM(TemplateLM):
         with tqdm(total=len(items), disable=disable_tqdm, desc=f"Running {what} requests") as bar:
             for start in range(0, len(items), self._batch):
                 batch = items[start : start + self._batch]
-                chunks: Any = self.engine.generate(**arguments(batch), stream=True)
+                chunks: Any = self.engine.generate(**arguments(batch), lora_path=self.adapter, stream=True)
                 for output in chunks:
                     finish = output["meta_info"]["finish_reason"]
                     if finish is not None and finish["type"] == "abort":
