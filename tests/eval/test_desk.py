@@ -94,7 +94,7 @@ class Thinker:
         template_of = staticmethod(lambda tools: ("... <think> ...", frozenset()))
         decode = staticmethod(lambda ids, skip: "<|assistant|>")
 
-    def generate(self, input_ids: list[int], sampling_params: dict[str, Any], stream: bool) -> Iterator[dict[str, Any]]:
+    def generate(self, **call: Any) -> Iterator[dict[str, Any]]:
         whole = "<think>two and two</think>\n\nIt is *4*.\x1b[2J"
         for end in range(1, len(whole) + 1, 3):
             done = {"type": "stop"} if end + 3 > len(whole) else None
@@ -108,7 +108,26 @@ def test_thoughts_are_not_kept_and_terminals_are_not_told_what_to_do() -> None:
         assert "4" in screen and "</think>" not in screen
 
 
-@pytest.mark.parametrize("words", [["prompts=x"], ["out=x"], ["chat.enabled=true"], ["trace=steps"]])
+def test_a_chat_asks_the_adapter_and_forgets_its_system_message() -> None:
+    asked = list[Any]()
+
+    class Listener(Thinker):
+        class tokenizer(Thinker.tokenizer):  # noqa: N801
+            encode_chat = staticmethod(lambda messages, **values: asked.append(messages[0]) or [1])
+
+        def generate(self, **call: Any) -> Iterator[dict[str, Any]]:
+            asked.append(call.get("lora_path"))
+            return super().generate(**call)
+
+    words = ("adapter=a", 'lora.paths=["a=/x"]', "chat.system=Be brief.")
+    talk(Listener(), "Hi", "/reset", "/system", "Hi", words=words)
+    told, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    assert asked == [told, "a", user, "a"]
+
+
+@pytest.mark.parametrize(
+    "words", [["prompts=x"], ["out=x"], ["chat.enabled=true"], ["trace=steps"], ["sampling.sampling_seed=5"]]
+)
 def test_a_chat_has_no_files(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["chat", *words]) == run.USAGE and "a chat has no" in capsys.readouterr().err
 
@@ -152,6 +171,7 @@ def test_its_work_is_the_same_whenever_it_is_made() -> None:
         (["serve", "bench.beside=transformers"], "no server"),
         (["latency", "bench.output=1"], "from 2"),
         (["latency", "bench.frob=1"], "bench.frob"),
+        (["serve", "serve.max_samples=3"], "serve.max_samples=3"),
     ],
 )
 def test_wrong_words_of_a_bench(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,8 @@ def work(argv: Sequence[str]) -> int:
     kind = "".join(words.places)
     if strange := [word for word in words.overrides if word.startswith("bench.")]:
         raise ConfigError(command.unknown(strange[0], [*OPTIONS]))
+    if strange := [word for word in words.overrides if word.lstrip("+").startswith("serve.")]:
+        raise ConfigError(f"{strange[0]:.200}: the server of a bench has a configuration of its own; leave it out")
     given = DEFAULTS | {name.partition(".")[2]: value for name, value in words.options.items()}
     if kind not in KINDS:
         raise ConfigError(f"fengine bench takes one of {', '.join(KINDS)}, got {kind!r:.80}")

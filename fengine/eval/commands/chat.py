@@ -44,7 +44,8 @@ While it runs:
 
 The bits of an answer depend on turns, settings and seed only: the same words and the same seed, the same answer.
 """
-OTHER = ("prompts", "out", "return_logprob", "trace", "resume", "max_errors", "show", "chat.enabled")
+OTHER = ("prompts", "out", "return_logprob", "trace", "resume", "max_errors", "show", "chat.enabled",
+         "sampling.sampling_seed")  # fmt: skip
 HELP = "/reset  /seed N  /system TEXT  /undo  /save FILE  /exit"
 
 
@@ -123,13 +124,13 @@ class Chat:
         self._tell("done")
 
     def _turns(self) -> list[dict[str, Any]]:
-        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
+        return [*([] if self.system is None else [{"role": "system", "content": self.system}]), *self.messages]
 
     def answer(self, line: str) -> None:
         """One turn; it is kept only if there is an answer. Errors: EngineDeadError, EngineClosedError."""
         self.messages.append({"role": "user", "content": line})
         try:
-            text = self._streamed(self.render(self._turns()))
+            text = self._streamed(self.render(self._turns(), with_system=False))
         except (EngineDeadError, EngineClosedError):
             raise
         except FengineError as error:
@@ -144,8 +145,9 @@ class Chat:
         """The answer, shown as it grows: its thoughts dimmed, the rest as Markdown in a terminal."""
         seed, parser = derive_seed(self.seed, len(self.messages) // 2), parser_of(self.engine.tokenizer, ids)
         outputs = self.engine.generate(
-            input_ids=ids, sampling_params=self.sampling | {"sampling_seed": seed}, stream=True
-        )
+            input_ids=ids, sampling_params=self.sampling | {"sampling_seed": seed}, lora_path=self.config.adapter,
+            stream=True,
+        )  # fmt: skip
         thought = text = ""
         shown = self.console if self.console.is_terminal else Console(quiet=True)
         with Live(console=shown, auto_refresh=False, vertical_overflow="visible") as live:
