@@ -279,6 +279,15 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
     model.close()
 
 
+def test_variables_of_the_template() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %} {{ mood }} {{ tone }}"
+    engine_has = {"chat_template": template, "default_chat_template_kwargs": {"mood": "glad", "tone": "low"}}
+    model = FengineAPI("box", chat_template_args={"tone": "high"}, **engine_has, **EAGER)
+    ids = model._prompt([ChatMessageUser(content="Hi")], [], GenerateConfig())
+    assert model.engine.tokenizer.decode(ids) == "Hi glad high"  # type: ignore[union-attr]
+    model.close()
+
+
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 TOOLED = (

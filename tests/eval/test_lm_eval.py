@@ -300,6 +300,14 @@ def test_the_record_names_weights_and_engine(box: FengineLM, tasks: TaskManager)
     assert box.chat_template(True) == box.tokenizer.chat_template and box.chat_template() is None
 
 
+def test_variables_of_the_template() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %} {{ mood }} {{ tone }}"
+    engine_has = {"chat_template": template, "default_chat_template_kwargs": {"mood": "glad", "tone": "low"}}
+    model = fengine("box", chat_template_args={"tone": "high"}, **engine_has)
+    assert model.apply_chat_template([{"role": "user", "content": "Hi"}]) == "Hi glad high"
+    model.close()
+
+
 def test_an_adapter_answers(tmp_path: Path) -> None:
     """A strong one, so that its answers are others."""
     model = fengine("box", lora_paths={"a": str(tiny_adapters.random_adapter(tmp_path, BOX, 2))}, adapter="a")

@@ -166,8 +166,7 @@ class FengineAPI(ai.ModelAPI):
             return ids
         messages = [reads.template_message(one, f"messages[{i}]") for i, one in enumerate(input)]
         values = {**self.chat_values, **((config.extra_body or {}).get("chat_template_kwargs") or {})}
-        values |= {"tools": reads.tool_schemas(tools)} if tools else {}
-        return self._tokenizer.encode_chat(messages, add_generation_prompt=True, **values)
+        return self.engine.chat_ids(messages, reads.tool_schemas(tools) or None, chat_template_kwargs=values)
 
     def _seed(self, ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
         """Where none is given: a function of the engine's seed, of sample and epoch, of the call, and of how many equal

@@ -59,7 +59,8 @@ class FengineLM(TemplateLM):
         self.max_gen_toks, self.adapter = integer("max_gen_toks", max_gen_toks), adapter
         self.engine = self._open(pretrained, settings)
         assert self.engine.tokenizer is not None
-        prefix, values = prefix_token_id, {**(chat_template_args or {}), **thinking}
+        defaults = self.engine.server_args.default_chat_template_kwargs or {}
+        prefix, values = prefix_token_id, {**defaults, **(chat_template_args or {}), **thinking}
         prefix = None if prefix is None else integer("prefix_token_id", prefix)
         self.texts = Texts(self.engine.tokenizer, add_bos_token, prefix, values)
         self.tokenizer = self.engine.tokenizer_manager.tokenizer
