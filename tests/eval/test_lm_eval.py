@@ -348,6 +348,8 @@ def test_the_engine_ends_with_the_model(box: FengineLM) -> None:
         ({"truncation_side": "up"}, ConfigError, "truncation_side must be one of left, right, middle"),
         ({"enable_thinking": True}, ConfigError, "think_end_token"),
         ({"skip_tokenizer_init": True}, UnsupportedFeatureError, "needs a tokenizer"),
+        ({"incremental_streaming_output": True}, ConfigError, "incremental_streaming_output: here whole outputs"),
+        ({"stream_output": True}, ConfigError, "stream_output: here whole outputs"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:

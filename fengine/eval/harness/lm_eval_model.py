@@ -27,6 +27,7 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 MOST = 1 << 16  # requests handed to the engine at a time; it runs as many together as memory allows
 SIDES = ("left", "right", "middle")
+PARTIAL = ("incremental_streaming_output", "stream_output")  # of an engine: a stream's last chunk is no whole output
 
 
 class FengineLM(TemplateLM):
@@ -73,6 +74,9 @@ class FengineLM(TemplateLM):
         engine = open_engine(pretrained, "lm-eval", settings, self.adapter)
         if engine is not pretrained:
             self._closer = weakref.finalize(self, engine.shutdown)  # at the latest when the process ends
+        if partial := [name for name in PARTIAL if getattr(engine.server_args, name)]:
+            self.close()
+            raise ConfigError(f"{partial[0]}: here whole outputs are read as they end; leave it out")
         return engine
 
     def _window(self, asked: int | None) -> int:
