@@ -14,12 +14,12 @@ pytest.importorskip("hydra")
 from eval_fakes import FakeEngine, FakeTokenizer
 
 from fengine.config import EngineConfig
-from fengine.errors import ConfigError, InputFileError
+from fengine.errors import ConfigError, InputFileError, InvalidRequestError
 from fengine.eval.runs.answering import Asker, answer_row
 from fengine.eval.runs.config import EvalConfig
 from fengine.eval.tasks import scoring
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.task import Answer, Row
+from fengine.eval.tasks.task import Answer, Ask, Row
 from fengine.eval.tasks.task_config import Format, Match, TaskConfig, TaskKind, check
 
 WORDS = ("case", "punctuation", "articles", "blanks")
@@ -100,6 +100,12 @@ def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
     assert any(said in problem for problem in check(TaskConfig("t", data="d.jsonl", **fields)))
     with pytest.raises(ConfigError):
         open_task(TaskConfig("t", data="d.jsonl", **fields), Path())
+
+
+def test_an_ask_has_one_answer() -> None:
+    asker = Asker(FakeEngine(EngineConfig()))
+    with pytest.raises(InvalidRequestError, match="n=2: an ask has one answer; task.samples=N draws several"):
+        asyncio.run(asker.ask(Ask("x", {}, "generate"), {"n": 2}))
 
 
 # -- thoughts ----------------------------------------------------------------------------------------------------------

@@ -92,6 +92,8 @@ class Asker:
     async def _generate(
         self, ask: Ask, sampling: dict[str, Any], watcher: Watcher | None
     ) -> tuple[Answer, list[dict[str, Any]]]:
+        if sampling.get("n") not in (None, 1):
+            raise InvalidRequestError(f"n={sampling['n']!r:.80}: an ask has one answer; task.samples=N draws several")
         prompt = {"prompt": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": ask.prompt}
         call: dict[str, Any] = {"sampling_params": sampling, **self._options, **prompt}
         call |= {"lora_path": ask.adapter} if ask.kind == "judge" else {}
