@@ -67,16 +67,21 @@ def _not_finite(state: RequestState, what: str, at: int) -> None:
 
 
 def _add_prompt(state: RequestState, span: Span, scores: Scores) -> bool:
-    """Keeps logprobs of the prompt's tokens; False if they, or those of a chunk before, are not finite."""
+    """Keeps logprobs of the prompt's tokens; False if they, or those of a chunk before, are not finite: then they are
+    lacking, and what draws is scored."""
     request, params, start = state.request, state.request.params, state.request.params.logprob_start
     assert start is not None, "input logprobs of a request that asked for none"
+    rows = slice(span.at, span.at + span.count)
+    logprob_PK = scores.logprob_PK[rows]
+    if (bad := np.isnan(logprob_PK[:, 0])).any():
+        _not_finite(state, "logits", span.first + 1 + int(bad.argmax()))
+    if state.fault is not None:
+        return False
     first = not state.input_logprobs  # the first position has nothing in front of it that could be asked
     if first:
         state.input_logprobs.append((None, request.token_ids[start]))
     begin = start + len(state.input_logprobs) - 1
     assert begin == span.first or not span.count, "input logprobs land once, in order"
-    rows = slice(span.at, span.at + span.count)
-    logprob_PK = scores.logprob_PK[rows]
     target_P = request.token_ids[begin + 1 : begin + 1 + len(logprob_PK)]
     state.input_logprobs += zip(logprob_PK[:, 0].tolist(), target_P, strict=True)
     request.num_scored = len(state.input_logprobs)
@@ -85,9 +90,7 @@ def _add_prompt(state: RequestState, span: Span, scores: Scores) -> bool:
     if params.logprob_ids:
         ids = np.broadcast_to(np.array(params.logprob_ids), (len(logprob_PK), len(params.logprob_ids)))
         state.input_ids += [None] * first + _pairs(logprob_PK[:, 1 : 1 + ids.shape[1]], ids)
-    if (bad := np.isnan(logprob_PK[:, 0])).any():
-        _not_finite(state, "logits", begin + 1 + int(bad.argmax()))
-    return state.fault is None
+    return True
 
 
 def _drawn_behind(step: SchedulerOutput, out: StepOutput) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import pytest
 import tiny_adapters
 import tiny_checkpoints
 import torch
+from loops import in_loop
 from safetensors.torch import load_file, save_file
 
 from fengine.api.engine import Engine
@@ -98,15 +99,43 @@ async def together(llm: Engine, prompts: list[list[int]]) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
-@pytest.mark.parametrize("chunk", [16, 64])
-def test_what_is_asked_of_a_prompt_is_finite_or_an_error_however_it_is_cut(chunk: int, tmp_path: Path) -> None:
-    """Windows leave NaN behind: the last token, and an answer, may be finite."""
+def windowed(directory: Path) -> Path:
+    """Token 77 is NaN, which windows leave behind."""
     model = tiny_checkpoints.write(
-        tmp_path, "mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
+        directory, "mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
     )
     tensors = load_file(model / "model.safetensors")
     tensors["model.embed_tokens.weight"][77] = torch.nan
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def test_nothing_is_drawn_behind_a_prompt_that_is_preempted_when_all_of_it_was_scored(tmp_path: Path) -> None:
+    options = {"chunked_prefill_size": 32, "page_size": 4}
+    with start(windowed(tmp_path), **options) as llm:
+        stepper = llm._parts.core.stepper
+
+        def one_chunk() -> None:
+            stepper.paused = False
+            stepper.step()
+            stepper.drain()
+            assert stepper.scheduler.retract() == 1
+
+        llm.pause_generation("in_place")
+        chunks: Any = llm.generate(
+            input_ids=[5, 77, *range(8, 39)], sampling_params=GREEDY, return_logprob=True, logprob_start_len=0,
+            stream=True,
+        )  # fmt: skip
+        in_loop(llm._parts.core, one_chunk)
+        (last,) = chunks
+    reason = last["meta_info"]["finish_reason"]
+    assert last["output_ids"] == [] and "non-finite logits at position 2" in reason["message"]
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_what_is_asked_of_a_prompt_is_finite_or_an_error_however_it_is_cut(chunk: int, tmp_path: Path) -> None:
+    """The last token, and an answer, may be finite."""
+    model = windowed(tmp_path)
     bad, options = [5, 6, 7, 77, *range(8, 37)], {"chunked_prefill_size": chunk, "page_size": 4}
     with start(model, **options) as llm:
         want = ask(llm, [[1, *bad[4:]]])  # which sees as much of the rest
