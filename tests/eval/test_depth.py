@@ -102,6 +102,17 @@ def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
         open_task(TaskConfig("t", data="d.jsonl", **fields), Path())
 
 
+def test_examples_are_those_of_their_file_whatever_rows_are_of(tmp_path: Path) -> None:
+    examples = rows(tmp_path / "e.jsonl", {"q": "1+1", "answer": "2"})
+    shown: dict[str, Any] = {"prompt": "{q} =", "examples": examples, "shots": 1, "delimiter": " "}
+    inline: dict[str, Any] = {"format": Format.prompts, "prompts": ({"q": "2+2", "answer": "4"},)}
+    named: dict[str, Any] = {"data": rows(tmp_path / "d.jsonl", {"q": "2+2", "answer": "4", "name": "a"}), "id": "name"}
+    for source in (inline, named):
+        task = open_task(TaskConfig("t", **shown, **source), tmp_path)
+        (row,) = task.rows()
+        assert isinstance(row, Row) and task.asks(row)[0].prompt == "1+1 = 2\n\n2+2 ="
+
+
 def test_an_ask_has_one_answer() -> None:
     asker = Asker(FakeEngine(EngineConfig()))
     with pytest.raises(InvalidRequestError, match="n=2: an ask has one answer; task.samples=N draws several"):

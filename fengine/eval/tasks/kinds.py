@@ -116,8 +116,8 @@ class _Task:
         config, found = self.config, []
         if not config.shots:
             return ""
-        rows = read_rows(replace(config, data=config.examples, limit=config.shots, format=Format.auto), self.base)
-        for row in rows:
+        of_file: dict[str, Any] = {"prompts": None, "format": Format.auto, "id": None}
+        for row in read_rows(replace(config, data=config.examples, limit=config.shots, **of_file), self.base):
             if isinstance(row, BadRow):
                 raise InputFileError(f"task.examples: {row.message}")
             target = self.target_of(row)
