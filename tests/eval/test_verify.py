@@ -302,6 +302,8 @@ def test_a_recorded_config_comes_back() -> None:
     config = dataclasses.replace(EvalConfig(), seed=3, top_logprobs=2)
     config = dataclasses.replace(config, task=dataclasses.replace(config.task, name="t", data="${x}", stop=("a", "b")))
     assert restore(flat(config), [], EVAL) == config
+    few = {"task.name": "t", "task.data": "x"}
+    assert restore(few, [], EVAL).seed == 0  # keys that were not recorded have their defaults
     again = restore(flat(config), ["seed=4", "task.stop=[c]", "numerics=fast", "sampling.top_k=null"], EVAL)
     assert (again.seed, again.task.stop, again.engine.numerics.value, again.task.data) == (4, ("c",), "fast", "${x}")
     for word, said in (

@@ -99,7 +99,7 @@ def jobs(command: Namespace, schema: Schema) -> list[Point | BadPoint]:
             )
         if master.hydra.runtime.choices["hydra/launcher"] != "basic":
             raise ConfigError("hydra/launcher is for sweeps: add -m and list values, seed=1,2,3")
-        return [point_of(_job(master), master.hydra, _select(master, "hydra.run.dir"), plain, (), schema)]
+        return [_point(master, _select(master, "hydra.run.dir"), plain, (), schema)]
 
 
 def inspect(command: Namespace, schema: Schema) -> None:
@@ -162,8 +162,8 @@ def compose(main: Hydra, command: Namespace, overrides: Sequence[str], schema: S
         raise
     except Exception as error:  # whatever Hydra, OmegaConf or YAML found, it is about the user's words or files
         raise ConfigError(guard.explained(error, schema)) from error
-    job, node = (OmegaConf.to_container(c, resolve=False) for c in (_job(config), config.hydra))
-    guard.check_config(job, node, schema)
+    job: Any = OmegaConf.to_container(config, resolve=False)
+    guard.check_config(job, job.pop("hydra"), schema)
     return config
 
 
@@ -172,12 +172,14 @@ def _job_id() -> str:
     return f"hydra.job.id={os.getpid()}"
 
 
-def _job(config: DictConfig) -> DictConfig:
-    """The config without Hydra's own node. Pure."""
-    job = config.copy()
-    with open_dict(job):
-        del job["hydra"]
-    return job
+def _point(
+    config: DictConfig, directory: str, overrides: Sequence[str], swept: tuple[str, ...], schema: Schema
+) -> Point:
+    """A composed config, from which Hydra's own node is taken, as a checked value. Errors: as of `point_of`."""
+    node = config.hydra
+    with open_dict(config):
+        del config["hydra"]
+    return point_of(config, node, directory, overrides, swept, schema)
 
 
 def writable(node: Any) -> Any:
@@ -253,7 +255,7 @@ def _sweep(
             with open_dict(config.hydra.job):
                 config.hydra.job.num = index
             own = os.path.join(directory, _select(config, "hydra.sweep.subdir"))
-            jobs.append(point_of(_job(config), config.hydra, own, [*plain, *swept], swept, schema))
+            jobs.append(_point(config, own, [*plain, *swept], swept, schema))
         except ConfigError as error:
             jobs.append(BadPoint(swept, str(error)))
     if all(isinstance(job, BadPoint) for job in jobs):

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import yaml
 from hydra._internal.config_repository import ConfigRepository
@@ -179,7 +179,10 @@ def conf_dir() -> Path:
 
 
 class ConfigFiles(ConfigRepository):
-    """The configs of a search path, each read once. Errors: ConfigError for a file that would not end."""
+    """The configs of a search path, each read once; of a process, too, while its files stay as they are. Errors:
+    ConfigError for a file that would not end."""
+
+    read: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self, search_path: Any) -> None:
         super().__init__(search_path)
@@ -190,14 +193,24 @@ class ConfigFiles(ConfigRepository):
 
     def load_config(self, config_path: str) -> Any:
         if config_path not in self.known:
-            for source in self.sources:
-                if source.scheme() == "file" and source.is_config(config_path):
-                    check_yaml(Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml"))
             try:
-                self.known[config_path] = super().load_config(config_path)
+                self.known[config_path] = self._read(config_path)
+            except ConfigError:
+                raise
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{config_path} cannot be read: {_short(str(error))}") from error
         return copy.deepcopy(self.known[config_path])
+
+    def _read(self, config_path: str) -> Any:
+        having = [one for one in self.sources if one.scheme() == "file" and one.is_config(config_path)]
+        files = [Path(one.path, f"{config_path.removesuffix('.yaml')}.yaml") for one in having]
+        stamps = [(file, (stat := file.stat()).st_ino, stat.st_size, stat.st_mtime_ns) for file in files]
+        key = (config_path, *(one.path for one in self.sources), *stamps)
+        if key not in self.read:
+            for file in files:
+                check_yaml(file)
+            self.read[key] = super().load_config(config_path)
+        return self.read[key]
 
 
 def check_yaml(path: Path) -> None:

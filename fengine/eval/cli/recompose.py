@@ -5,11 +5,12 @@ on the command line, one key each. Hydra's launchers (joblib, submitit, Ray) com
 its overrides, so that a value crosses no process but words, a folder and an exit code. Of a launcher's own config only
 values are taken; its class is the one in `LAUNCHERS`."""
 
+import copy
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def restore(recorded: Mapping[str, Any], changes: Sequence[str], schema: Schema)
         raise ConfigError("the run's task is an object of Python: run it again with fengine.evaluate(task, engine)")
     if strange := sorted(set(recorded) - set(leaves(schema.keys))):
         raise ConfigError(f"the recorded config has keys that this version lacks: {', '.join(strange[:5])}")
-    node = writable(OmegaConf.structured(schema.keys))
+    node = copy.deepcopy(_defaults(schema.keys))
     changed = [_change(word, schema) for word in changes]
     try:
         for key, value in recorded.items():
@@ -52,6 +53,11 @@ def restore(recorded: Mapping[str, Any], changes: Sequence[str], schema: Schema)
         return schema.assemble(vars(OmegaConf.to_object(node)))
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error, schema)) from error
+
+
+@cache
+def _defaults(keys: type) -> DictConfig:
+    return writable(OmegaConf.structured(keys))
 
 
 def _literal(value: Any) -> Any:
