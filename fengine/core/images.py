@@ -137,7 +137,7 @@ class ImageRows:
         images = {span.image.key: span.image for span in spans}
         return [image for key, image in images.items() if not self._entries[key].encoded]
 
-    def plan(self, candidates: Iterable["HasImages"], waiting: Iterable["HasImages"], whole: bool) -> None:
+    def plan(self, candidates: Iterable[HasImages], waiting: Iterable[HasImages], whole: bool) -> None:
         """Adds to `planned` what to encode before a step for requests that may be admitted soon: up to the budget, or
         one image; with `whole` all of one request."""
         served = set[str]()

@@ -44,7 +44,9 @@ def checked_start(
     for name, value, least in (("start_step", start_step, 0), ("num_steps", num_steps, 1)):
         if value is not None and (type(value) is not int or value < least):
             raise InvalidRequestError(f"{name} must be a whole number of at least {least}, got {value!r:.80}.")
-    _check_names({"profile_id": profile_id, "profile_prefix": profile_prefix})
+    for name, value in (("profile_id", profile_id), ("profile_prefix", profile_prefix)):
+        if value is not None and (not isinstance(value, str) or not value or Path(value).name != value):
+            raise InvalidRequestError(f"{name} must be usable as a file name, got {value!r:.80}.")
     stem = "-".join(part for part in (profile_prefix, profile_id or f"{time.time():.6f}") if part)
     stacks = (flag("with_stack", with_stack or False), flag("record_shapes", record_shapes or False))
     path = _writable(output_dir) / f"{stem}.trace.json.gz"
@@ -58,12 +60,6 @@ def _refuse(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if value not in (None, NOT_BUILT[name]):
             raise UnsupportedFeatureError(f"start_profile: {name}={value!r} is not built; leave it out.")
-
-
-def _check_names(names: dict[str, Any]) -> None:
-    for name, value in names.items():
-        if value is not None and (not isinstance(value, str) or not value or Path(value).name != value):
-            raise InvalidRequestError(f"{name} must be usable as a file name, got {value!r:.80}.")
 
 
 def _activities(asked: Any) -> tuple[str, ...]:

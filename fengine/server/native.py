@@ -47,7 +47,7 @@ def generate(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     several = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
     params = request.sampling_params if isinstance(request.sampling_params, list) else [request.sampling_params]
     counts = [one["n"] for one in params if isinstance(one, dict) and type(one.get("n")) is int]
-    rows = (len(prompts) if several else 1) * max(1, *counts, 1)
+    rows = (len(prompts) if several else 1) * max([1, *counts])
     writer = GenerateWriter(engine.tokenizer, not several and rows == 1, with_texts)
     return Plan(request, rows, writer.whole, writer, salt_word(body), deltas=False)
 

@@ -149,15 +149,15 @@ class Groups:
             if name in self._groups:
                 raise GroupError(f"group {name!r} exists: destroy it first, or choose another name")
             self._groups[name] = None
-        group = None
+        group, closed = None, False
         try:
             group = join(address, port, rank, world_size, name, backend, self._device, timedelta(seconds=timeout))
         finally:
             with self._lock:
-                self._groups[name] = group
-                if group is None or self._closed:
+                self._groups[name], closed = group, self._closed
+                if group is None or closed:
                     del self._groups[name]
-        if group is not None and self._closed:
+        if group is not None and closed:  # as it was then: else `close` has left it
             group.close()
             raise GroupError(f"the engine was shut down while it joined group {name!r}")
 

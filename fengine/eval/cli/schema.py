@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from pathlib import Path
 from textwrap import fill
@@ -37,7 +37,11 @@ class Schema:
         """The class gets a name in `kind`, so that processes of a launcher find it there."""
         engine = [f for f in fields(EngineConfig) if f.name != "random_seed"]
         own = [f for f in fields(self.kind) if f.name != "engine"]
-        keys = make_dataclass("Keys", [(f.name, f.type, _default(f)) for f in [*engine, *own]], frozen=True)
+        found: Any = [
+            (f.name, f.type, field(default=f.default, default_factory=f.default_factory))  # one of the two is MISSING
+            for f in [*engine, *own]
+        ]
+        keys = make_dataclass("Keys", found, frozen=True)
         keys.__module__, keys.__qualname__ = self.kind.__module__, f"{self.kind.__qualname__}.Keys"
         self.kind.Keys = keys  # type: ignore[attr-defined]
 
@@ -53,10 +57,6 @@ class Schema:
         if problems := self.check(config):
             raise ConfigError("\n".join(problems))
         return config
-
-
-def _default(f: Field) -> Any:
-    return field(default=f.default) if f.default is not MISSING else field(default_factory=f.default_factory)  # type: ignore[arg-type]
 
 
 def names_of(section: Any, prefix: str = "") -> dict[str, Any]:
