@@ -38,7 +38,6 @@ LIMITS = {
     "verbose_errors": False,
 }
 MASK_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))  # a mask of a large vocabulary takes some 30 µs of one
-SMALL, FEW_THREADS = 1 << 13, 2  # ids whose masks take some 5 µs: less than to wake another thread
 
 
 class Source(NamedTuple):
@@ -68,7 +67,7 @@ class Vocabulary:
         self.llguidance: Any = llguidance
         self.tokenizer: Any = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
         self.limits: Any = llguidance.LLParserLimits(**LIMITS)
-        self.executor: Any = llguidance.LLExecutor(MASK_THREADS if self.size > SMALL else FEW_THREADS)
+        self.executor: Any = llguidance.LLExecutor(MASK_THREADS)
 
     def __call__(self, text: bytes) -> list[int]:
         return []  # asked only where tokens are forced, which no grammar here does

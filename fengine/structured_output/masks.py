@@ -1,10 +1,11 @@
 """Which tokens may be drawn: where each request stands in its grammar, and one mask for each such row of a step.
 
-    step n is launched --> its tokens --> cursors --matchers, in threads without the GIL--> masks of step n + 1
+    step n is launched --> its tokens --> cursors --matchers--> masks of step n + 1
 
 With overlap, step n + 1 is launched before the tokens of step n are known. When they are, the masks of its rows are
-computed where the loop is, while the forward pass runs. A thread of Python's beside the loop would not begin before
-the loop leaves the GIL, which takes longer than most masks. No torch."""
+computed where the loop is, while the forward pass runs; many of a large vocabulary by the matchers' own threads, which
+take longer to wake than few masks. A thread of Python's beside the loop would not begin before the loop leaves the GIL,
+which takes longer than most masks. No torch."""
 
 from collections.abc import Iterable, Sequence
 from copy import copy
@@ -16,6 +17,8 @@ import numpy as np
 
 from fengine.core.masks import Filled, MaskRow
 from fengine.errors import GrammarError
+
+AT_HAND = 1 << 18  # rows times ids whose masks the loop computes by itself: some 0.1 ms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,8 +169,12 @@ def _allowed(cursors: Sequence[Cursor]) -> tuple[np.ndarray, list[bool]]:
     size, words = vocabulary.size, -(-(vocabulary.size + 1) // 32)
     mask_MW = np.zeros((len(cursors), words), np.int32)
     live = [(cursor.matcher, i) for i, cursor in enumerate(cursors) if cursor.error is None]
-    if live:
-        vocabulary.executor.unsafe_compute_mask_ptr(live, mask_MW.ctypes.data, 4 * words, len(cursors))
+    first, bytes_W = mask_MW.ctypes.data, 4 * words
+    if len(live) * size > AT_HAND:
+        vocabulary.executor.unsafe_compute_mask_ptr(live, first, bytes_W, len(cursors))
+    else:
+        for matcher, i in live:
+            matcher.unsafe_compute_mask_ptr(first + bytes_W * i, bytes_W)
     for matcher, i in live:
         if matcher.is_error():
             _alone(cursors[i], mask_MW[i])

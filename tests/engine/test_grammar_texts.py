@@ -18,7 +18,7 @@ from fengine.core.masks import MaskRow
 from fengine.core.request import Request, SamplingParams
 from fengine.errors import GrammarError, MissingExtraError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabulary
-from fengine.structured_output.masks import Cursor, fill
+from fengine.structured_output.masks import AT_HAND, Cursor, fill
 from fengine.structured_output.regex import explicit
 from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.detokenizer import token_texts
@@ -615,8 +615,10 @@ def test_no_pattern_runs_away(kind: str, text: str) -> None:
 # -- cursors and vocabularies ------------------------------------------------------------------------------------------
 
 
-def test_a_shared_automaton_that_is_full_fails_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_hand", [0, AT_HAND])
+def test_a_shared_automaton_that_is_full_fails_nobody_else(at_hand: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request's states fill it; the next one begins again with its own, and gets the very same masks."""
+    monkeypatch.setattr("fengine.structured_output.masks.AT_HAND", at_hand)
     text, limits = "(a|b)*a(a|b){9}", dict(compiled("regex", "a").vocabulary.llguidance.__dict__)
     assert "LLParserLimits" in limits
     vocabulary = Vocabulary(TOKENS, False)
@@ -668,9 +670,12 @@ def test_a_step_in_which_all_have_failed_has_nothing_to_draw() -> None:
     assert filled.errors == {0: cursor.error} and not filled.mask_MW.any()
 
 
-def test_neighbours_in_one_fill_do_not_meet() -> None:
+@pytest.mark.parametrize("at_hand", [0, AT_HAND])
+def test_neighbours_in_one_fill_do_not_meet(at_hand: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matchers' threads find what the loop finds."""
     texts = ["[a-z]+", "(a|b)*", "[0-9]{3}", "((a{1,79}){1,79}){1,79}"] * 4
     alone = [masks([cursor_of(compiled("regex", text))], [[]]).mask_MW[0] for text in texts]
+    monkeypatch.setattr("fengine.structured_output.masks.AT_HAND", at_hand)
     together = masks([cursor_of(compiled("regex", text)) for text in texts], [[]] * len(texts)).mask_MW
     assert all((a == b).all() for a, b in zip(alone, together, strict=True))
 
