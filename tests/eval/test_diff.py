@@ -339,6 +339,10 @@ def test_what_is_no_run(make: Run, capsys: Any) -> None:
     text = Path("b/manifest.json").read_text()
     Path("b/manifest.json").write_text(text.replace('"sampling.top_p": 1.0', '"sampling.top_p": 0.5'))
     assert run.main(["diff", "a", "b"]) == 2 and "config_sha256" in capsys.readouterr().err
+    record = json.loads(text)
+    record["result"]["journal_bytes"] = [0]
+    Path("b/manifest.json").write_text(json.dumps(record))
+    assert run.main(["diff", "a", "b"]) == 2 and "result.journal_bytes is [0]" in capsys.readouterr().err
     Path("b/manifest.json").write_text(text.replace('"code_sha256": "one"', '"code_sha256": "two"'))
     Path("b/outputs.jsonl").unlink()
     with Records(Path("b")) as found:

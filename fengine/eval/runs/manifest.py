@@ -176,7 +176,9 @@ def recorded(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
     parts |= {name: manifest.get(name) for name in ("origin", "result")}
     wrong = {name: value for name, value in parts.items() if not isinstance(value, dict | None)}
     wrong |= {name: found.get(name) for name in ("config", "task", "input") if not isinstance(found.get(name), dict)}
-    sessions = manifest.get("sessions")
+    sessions, result = manifest.get("sessions"), manifest.get("result")
+    if isinstance(result, dict) and type(size := result.get("journal_bytes", 0)) is not int:
+        wrong["result.journal_bytes"] = size
     if not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
         wrong["sessions"] = sessions
     for name, value in wrong.items():
