@@ -446,3 +446,16 @@ def test_a_streaming_session_is_append_only_with_the_bits_of_any(engine: Engine)
         for params in ({"id": plain}, {"id": streaming, "rid": last})
     )
     assert one["output_ids"] == other["output_ids"]
+
+
+def test_turns_of_a_streaming_session_come_one_after_the_other(engine: Engine, world: World) -> None:
+    sid = engine.open_session(1000, streaming=True)
+    with pytest.raises(SessionError, match="is streaming: send a turn when the one before has finished"):
+        ask(engine, [[5], [6]], {"id": sid})
+    first = ask(engine, [5], {"id": sid})
+    assert ask(engine, [6], {"id": sid})["meta_info"]["prompt_tokens"] == 2 + len(first["output_ids"])
+    name = world.sessions.open(1000, streaming=True)
+    late, early = (world.sessions.prepare({"id": name}, [5], rid, BOS) for rid in ("late", "early"))
+    world.sessions.enter([early])
+    with pytest.raises(SessionError, match="is streaming"):  # whose text it would not have
+        world.sessions.enter([late])
