@@ -78,6 +78,28 @@ def test_what_is_no_task_or_no_engine_is_told(engine: FakeEngine) -> None:
         fengine.evaluate(Reversal(["one"]), "box")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"sampling": {"temprature": 1}}, "sampling has no 'temprature'; there are max_new_tokens"),
+        ({"sampling": 3}, "sampling must be a dict, got 3"),
+        ({"sampling": {"temperature": -1}}, "sampling.temperature must be"),
+        ({"sampling": {"stop_regex": "("}}, "stop_regex"),
+        ({"judge": 3}, "judge must be a dict, got 3"),
+        ({"seed": "a"}, "seed must be a whole number, got 'a'"),
+        ({"max_errors": -1}, "max_errors must be at least 0"),
+        ({"show": "a"}, "show must be a whole number"),
+        ({"top_logprobs": 5000}, "top_logprobs must be at most 100"),
+        ({"adapter": "a"}, "adapter='a': the engine has none"),
+    ],
+)
+def test_arguments_that_are_refused(given: dict[str, Any], said: str, engine: FakeEngine) -> None:
+    engine.lora_adapters = dict  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=said):
+        fengine.evaluate(Reversal(["one"]), engine, "r", **given)
+    assert not Path("r").exists()
+
+
 def test_inside_a_running_loop_as_in_a_notebook(engine: FakeEngine) -> None:
     async def cell() -> Any:
         return fengine.evaluate(Reversal(["one"]), engine)

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fengine.config import EngineConfig
+from fengine.config import EngineConfig, outside
+from fengine.core.scalars import told
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli import view
 from fengine.eval.cli.command import INTERRUPTED, OK, TERMINATED, composed
@@ -21,7 +22,18 @@ from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import BadPoint, Point, Schema
 from fengine.eval.cli.view import place
 from fengine.eval.runs import manifest
-from fengine.eval.runs.config import EVAL, RUN, EvalConfig, RunConfig, SamplingConfig, View, check_judge, evaluation_of
+from fengine.eval.runs.config import (
+    EVAL,
+    MAX_TOP_LOGPROBS,
+    RUN,
+    EvalConfig,
+    RunConfig,
+    SamplingConfig,
+    View,
+    check_judge,
+    check_shared,
+    evaluation_of,
+)
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import index_rows
 from fengine.eval.runs.output import BatchExport, Export
@@ -29,7 +41,7 @@ from fengine.eval.runs.provenance import local_directory, source_digest, takes_i
 from fengine.eval.runs.run import Ended, open_run, render_of, run_point
 from fengine.eval.runs.sweep import Job, guarded, how_to_go_on, run_sweep
 from fengine.eval.tasks import drawn
-from fengine.eval.tasks.judge import Judged, judge_of, judged
+from fengine.eval.tasks.judge import JudgeConfig, Judged, judged
 from fengine.eval.tasks.task import Task
 from fengine.eval.tasks.task_config import Format, Match, TaskConfig
 
@@ -221,15 +233,11 @@ def evaluate(
     and `report` read the folder; `verify` and `rerun` need the task, and say so.
     Errors: FengineError and its kinds; KeyboardInterrupt."""
     _refuse_others(task, engine)
-    config = EvalConfig(
-        engine=engine.config,
-        sampling=SamplingConfig(**{"temperature": 0.0} | (sampling or {})),
-        task=TaskConfig(task.name, task.version, target=None, match=Match.none, judge=judge_of(judge)),
-        view=View.plain if show else View.quiet,
-        **{"seed": seed, "adapter": adapter, "top_logprobs": top_logprobs, "max_errors": max_errors, "show": show},
-    )
-    if problems := check_judge(config):
-        raise ConfigError("\n".join(problems))
+    counts = {"seed": seed, "top_logprobs": top_logprobs, "max_errors": max_errors, "show": show}
+    config = _config_of(engine, task, {} if sampling is None else sampling, judge, counts)
+    if adapter is not None and adapter not in (known := engine.lora_adapters()):
+        raise ConfigError(f"adapter={adapter!r:.80}: the engine has {', '.join(known) or 'none'}")
+    config = replace(config, adapter=adapter)
     point = Point(config, Path(f"runs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}" if out is None else out).absolute())
     code, metrics, record = _run(judged(task, config.task.judge, render_of(engine, config.chat)), engine, point)
     if metrics is not None:
@@ -238,6 +246,21 @@ def evaluate(
         raise KeyboardInterrupt
     how = record["sessions"][-1]["how"]
     raise FengineError(f"the run in {place(str(point.directory))} ended early: {how}; the same call goes on")
+
+
+def _config_of(engine: Any, task: Task, sampling: Any, judge: Any, counts: dict[str, Any]) -> EvalConfig:
+    """Errors: ConfigError with every problem."""
+    wrong = [name for name, value in counts.items() if type(value) is not int and (name, value) != ("max_errors", None)]
+    if wrong:
+        raise ConfigError(f"{wrong[0]} must be a whole number, got {told(counts[wrong[0]])}")
+    greedy = {"temperature": 0.0} | sampling if isinstance(sampling, dict) else sampling
+    own = TaskConfig(task.name, task.version, target=None, match=Match.none, judge=JudgeConfig.of("judge", judge))
+    view_of = View.plain if counts["show"] else View.quiet
+    config = EvalConfig(engine.config, SamplingConfig.of("sampling", greedy), task=own, view=view_of, **counts)
+    problems = check_shared(config) + check_judge(config)
+    if problems := problems + outside({"top_logprobs": (0, MAX_TOP_LOGPROBS)}, counts):
+        raise ConfigError("\n".join(problems))
+    return config
 
 
 def _refuse_others(task: Any, engine: Any) -> None:

@@ -173,7 +173,7 @@ def check_run(config: RunConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each."""
     prompts, bare = config.prompts, config.engine.model.skip_tokenizer_init
     files = [one for one in prompts if is_file(one)] if isinstance(prompts, list) else []
-    return _check_shared(config) + held({
+    return check_shared(config) + held({
         f"prompts=[…] is a list of texts, and {''.join(files[:1])!r:.200} is a file; of one file write prompts=FILE, "
         "several are joined by cat": bool(files),
         "out must name a file; leave it out for output.jsonl in the run's own directory": _blank(config.out),
@@ -200,7 +200,7 @@ def check(config: EvalConfig) -> list[str]:
         parse_shard(config.run.shard)
     except ConfigError as error:
         problems.append(str(error))
-    return _check_shared(config) + task_config.check(config.task) + check_judge(config) + problems
+    return check_shared(config) + task_config.check(config.task) + check_judge(config) + problems
 
 
 def check_judge(config: EvalConfig) -> list[str]:
@@ -224,7 +224,7 @@ def _blank(text: str | None) -> bool:
     return text is not None and not text.strip()
 
 
-def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
+def check_shared(config: RunConfig | EvalConfig) -> list[str]:
     problems = engine_config.check(config.engine) + engine_config.check_adapter(config.adapter, config.engine.lora)
     model, chat = config.engine.model, config.chat
     for key, text in {

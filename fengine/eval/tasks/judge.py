@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import permutations
-from typing import Any
+from typing import Any, Self
 
 from fengine.config import held
 from fengine.core.json_text import json_object
+from fengine.core.scalars import told
 from fengine.errors import ConfigError
 from fengine.eval.tasks.columns import column, filled, problem
 from fengine.eval.tasks.scoring import Extractor, pattern_problems
@@ -35,6 +36,16 @@ class Tuples:
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
 
+    @classmethod
+    def of(cls, name: str, values: Any) -> Self:
+        """From a mapping that a caller in Python gives; None: {}. Pure. Errors: ConfigError."""
+        names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        if not isinstance(values, dict | None):
+            raise ConfigError(f"{name} must be a dict, got {told(values)}")
+        if strange := [key for key in values or {} if key not in names]:
+            raise ConfigError(f"{name} has no {strange[0]!r}; there are {', '.join(names)}")
+        return cls(**values or {})
+
 
 @dataclass(frozen=True)
 class JudgeConfig(Tuples):
@@ -53,14 +64,6 @@ class JudgeConfig(Tuples):
     @property
     def parameters(self) -> dict[str, Any]:
         return {"temperature": 0.0} | json_object("task.judge.sampling", self.sampling)
-
-
-def judge_of(values: dict[str, Any] | None) -> JudgeConfig:
-    """Pure. Errors: ConfigError for a key that there is not."""
-    names = [f.name for f in fields(JudgeConfig)]
-    if strange := [name for name in values or {} if name not in names]:
-        raise ConfigError(f"judge has no {strange[0]!r}; there are {', '.join(names)}")
-    return JudgeConfig(**values or {})
 
 
 def check(config: JudgeConfig) -> list[str]:
