@@ -30,6 +30,8 @@ if INTERPRETED:
             return patch(fn)
 
     interpreter._patch_lang = patch_once
+    # It computes whether each sum and product of integers overflows, and tells that in its debug mode alone.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 def run_interpreted(files: list[Path]) -> None:
