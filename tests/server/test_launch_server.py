@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import signal
@@ -11,12 +10,13 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("uvicorn")
+
+from forked import Fork  # noqa: E402
 
 from fengine.api.server_args import ServerArgs, prepare_server_args  # noqa: E402
 from fengine.errors import EngineClosedError  # noqa: E402
@@ -24,16 +24,13 @@ from fengine.server import launch_server  # noqa: E402
 from fengine.server.config import ServerConfig  # noqa: E402
 from fengine.server.runtime import Runtime, command_of  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_a_server_by_sglangs_words_answers_and_ends() -> None:
     words = "--model-path box --port 0 --tp 1 --served-model-name mine --reasoning-parser qwen3 --tool-call-parser qwen"
     words += " --api-key sesame --mem-fraction-static 0.8 --log-level info"
     command = [sys.executable, "-m", "fengine.launch_server", *words.split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with contextlib.ExitStack() as stack:
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        process = Fork(command, stderr=subprocess.PIPE, text=True)
         stack.callback(stack.enter_context(process).kill)
         told = ""
         while not (found := re.search(r"http://[^ ]+/v1", told)):
