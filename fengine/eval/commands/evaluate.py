@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fengine.config import EngineConfig, outside
+from fengine.config import EngineConfig
 from fengine.core.scalars import told
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli import view
@@ -22,18 +22,7 @@ from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import BadPoint, Point, Schema
 from fengine.eval.cli.view import place
 from fengine.eval.runs import manifest
-from fengine.eval.runs.config import (
-    EVAL,
-    MAX_TOP_LOGPROBS,
-    RUN,
-    EvalConfig,
-    RunConfig,
-    SamplingConfig,
-    View,
-    check_judge,
-    check_shared,
-    evaluation_of,
-)
+from fengine.eval.runs.config import EVAL, RUN, EvalConfig, RunConfig, SamplingConfig, View, check_call, evaluation_of
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import index_rows
 from fengine.eval.runs.output import BatchExport, Export
@@ -257,8 +246,7 @@ def _config_of(engine: Any, task: Task, sampling: Any, judge: Any, counts: dict[
     own = TaskConfig(task.name, task.version, target=None, match=Match.none, judge=JudgeConfig.of("judge", judge))
     view_of = View.plain if counts["show"] else View.quiet
     config = EvalConfig(engine.config, SamplingConfig.of("sampling", greedy), task=own, view=view_of, **counts)
-    problems = check_shared(config) + check_judge(config)
-    if problems := problems + outside({"top_logprobs": (0, MAX_TOP_LOGPROBS)}, counts):
+    if problems := check_call(config):
         raise ConfigError("\n".join(problems))
     return config
 

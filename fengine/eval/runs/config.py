@@ -173,7 +173,7 @@ def check_run(config: RunConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each."""
     prompts, bare = config.prompts, config.engine.model.skip_tokenizer_init
     files = [one for one in prompts if is_file(one)] if isinstance(prompts, list) else []
-    return check_shared(config) + held({
+    return _check_shared(config) + held({
         f"prompts=[…] is a list of texts, and {''.join(files[:1])!r:.200} is a file; of one file write prompts=FILE, "
         "several are joined by cat": bool(files),
         "out must name a file; leave it out for output.jsonl in the run's own directory": _blank(config.out),
@@ -186,11 +186,10 @@ def check_run(config: RunConfig) -> list[str]:
 def check(config: EvalConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
     seconds, rows = config.journal.sync_seconds, config.journal.sync_rows
-    model, top = config.engine.model, config.top_logprobs
+    model = config.engine.model
     problems = held({
         f"journal.sync_seconds must be at least 0, got {seconds}": not 0 <= seconds < float("inf"),
         f"journal.sync_rows must be at least 1, got {rows}": rows < 1,
-        f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {top}": not 0 <= top <= MAX_TOP_LOGPROBS,
         "out must name a folder; leave it out for a new one below runs/": _blank(config.out),
         "an evaluation needs texts: set model.skip_tokenizer_init=false":
             model.skip_tokenizer_init and config.task.format is not Format.prompts,
@@ -200,10 +199,16 @@ def check(config: EvalConfig) -> list[str]:
         parse_shard(config.run.shard)
     except ConfigError as error:
         problems.append(str(error))
-    return check_shared(config) + task_config.check(config.task) + check_judge(config) + problems
+    return check_call(config) + task_config.check(config.task) + problems
 
 
-def check_judge(config: EvalConfig) -> list[str]:
+def check_call(config: EvalConfig) -> list[str]:
+    """Problems with all but where rows come from and results go to, one line each. Pure."""
+    likeliest = outside({"top_logprobs": (0, MAX_TOP_LOGPROBS)}, vars(config))
+    return _check_shared(config) + _check_judge(config) + likeliest
+
+
+def _check_judge(config: EvalConfig) -> list[str]:
     """Problems of a task's judge with what it is run by. Pure."""
     judge, names = config.task.judge, {f.name for f in fields(SamplingConfig)}
     problems = engine_config.check_adapter(judge.adapter, config.engine.lora, "task.judge.adapter")
@@ -224,7 +229,7 @@ def _blank(text: str | None) -> bool:
     return text is not None and not text.strip()
 
 
-def check_shared(config: RunConfig | EvalConfig) -> list[str]:
+def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
     problems = engine_config.check(config.engine) + engine_config.check_adapter(config.adapter, config.engine.lora)
     model, chat = config.engine.model, config.chat
     for key, text in {
