@@ -1,7 +1,7 @@
 """Hunyuan (dense): Llama's decoder with norms on q and k, which stand behind the rotary embedding."""
 
 from fengine.models.family import DECODER, READ, SPEED, Family, refuse_others
-from fengine.models.reader import ConfigReader, decoder_spec
+from fengine.models.reader import ConfigReader, decoder_spec, joined_rope
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, prenorm_layer
 
@@ -27,11 +27,11 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 def stretched(config: Config) -> Config:
     """A rotary embedding of type dynamic with `alpha` is an ordinary one of a larger base. Pure."""
-    ropes = [config.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
-    rope = {key: value for one in ropes if isinstance(one, dict) for key, value in one.items()}
+    read = ConfigReader(config)
+    rope = joined_rope(read)
     if not rope.get("alpha") or "dynamic" not in (rope.get("rope_type"), rope.get("type")):
         return config
-    read = ConfigReader({"rope_theta": config.get("rope_theta", 10000.0), **rope})
+    read = ConfigReader(rope, read.problems)
     alpha, theta, width = read.number("alpha", 0.0, 1e6), read.number("rope_theta", 0.0, 1e15), config.get("head_dim")
     if type(width) is not int or width < 4:
         read.problems.append(f"rope_scaling with alpha needs head_dim, got {width!r}")

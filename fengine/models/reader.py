@@ -210,20 +210,27 @@ def rotary_dim(read: ConfigReader, head_dim: int) -> int:
     return max(count // 2 * 2, 2)
 
 
-def rope_spec(read: ConfigReader, width: int, max_position: int, partial: bool = False) -> RopeSpec:
-    """From `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
+def joined_rope(read: ConfigReader) -> Config:
+    """The keys of `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
     config = read.config
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(new, dict) or not isinstance(old, dict):
         read.problems.append("rope_parameters and rope_scaling must be objects or null")
-        return RopeSpec(1.0)
+        return {}
     theta = {"rope_theta": config.get("rope_theta", 10000.0)}
     before, now = (
         theta | {("rope_type" if key == "type" else key): value for key, value in rope.items()} for rope in (old, new)
     )
     if new and old and before != now:  # transformers takes the old key alone
         read.problems.append(f"rope_scaling {old!r} contradicts rope_parameters {new!r}; remove one")
-    rope = {**theta, **old, **new}
+    return {**theta, **old, **new}
+
+
+def rope_spec(read: ConfigReader, width: int, max_position: int, partial: bool = False) -> RopeSpec:
+    """One kind of rotary embedding, as the config says it in one way or the other."""
+    config, rope = read.config, joined_rope(read)
+    if not rope:
+        return RopeSpec(1.0)
     _refuse_rope(rope, config, partial)
     if config.get("original_max_position_embeddings") is not None:  # transformers prefers it to that of the embedding
         rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]

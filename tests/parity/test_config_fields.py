@@ -150,6 +150,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("glm4_moe", {"n_group": None}, "n_group = None is not supported"),
         ("hunyuan_v1_dense", {"rope_parameters": YARN}, "attention_factor = 1.1386"),
         ("hunyuan_v1_dense", {"rope_parameters": [1]}, "rope_parameters and rope_scaling must be objects"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "alpha": 9.0}, "rope_parameters": {"type": "dynamic", "alpha": 1e3}},
+            "contradicts rope_parameters",
+        ),
         *(
             (family, {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}, "layer_types has sliding")
             for family in ("qwen2", "qwen2_moe", "smollm3")
