@@ -80,7 +80,10 @@ def print_highlight(html_content: str) -> None:
 
 def execute_shell_command(command: str) -> subprocess.Popen[bytes]:
     """Starts a command in a process group of its own, without a shell. A backslash at a line's end goes on with it."""
-    words = shlex.split(command.replace("\\\n", " "))
+    try:
+        words = shlex.split(command.replace("\\\n", " "))
+    except ValueError as error:
+        raise ConfigError(f"the command {command!r:.200} cannot be read: {error}") from None
     if not words:
         raise ConfigError("the command is empty")
     return subprocess.Popen(words, start_new_session=True)

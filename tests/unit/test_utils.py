@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fengine.utils import async_stream_and_merge, is_in_ci, stream_and_merge, trim_overlap
+from fengine.errors import ConfigError
+from fengine.utils import async_stream_and_merge, execute_shell_command, is_in_ci, stream_and_merge, trim_overlap
 
 
 def overlap_oracle(existing, new):
@@ -72,6 +73,12 @@ def test_is_in_ci(monkeypatch, name):
     for value, expected in [("true", True), ("True", True), ("1", True), ("0", False), ("", False), ("no", False)]:
         monkeypatch.setenv(name, value)
         assert is_in_ci() is expected
+
+
+@pytest.mark.parametrize("command", ["", "python 'x"])
+def test_commands_that_are_none(command):
+    with pytest.raises(ConfigError, match="the command"):
+        execute_shell_command(command)
 
 
 def test_doc_patch_is_harmless():
