@@ -161,6 +161,8 @@ class _Chunks:
 
     def __init__(self, collector: OutputCollector, owner: object) -> None:
         self._collector, self._owner = collector, owner  # the owner's engine lives as long as its streams
+        # Of readers, or a second one would wait for news behind the last.
+        self._reading: Any = collector.core.system.lock() if collector.loop is None else asyncio.Lock()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # then modules have lost their names, and the engine's threads are gone
@@ -169,10 +171,6 @@ class _Chunks:
 
 class Stream(_Chunks):
     """Iterator over a call's chunks. Several threads may read it; each chunk goes to one of them."""
-
-    def __init__(self, collector: OutputCollector, owner: object) -> None:
-        super().__init__(collector, owner)
-        self._reading = collector.core.system.lock()  # or a second reader would wait for news behind the last
 
     def __iter__(self) -> "Stream":
         return self
@@ -197,10 +195,6 @@ class Stream(_Chunks):
 
 class AsyncStream(_Chunks):
     """Async iterator over a call's chunks, in the event loop that made the call; the same promises as `Stream`."""
-
-    def __init__(self, collector: OutputCollector, owner: object) -> None:
-        super().__init__(collector, owner)
-        self._reading = asyncio.Lock()
 
     def __aiter__(self) -> "AsyncStream":
         return self
