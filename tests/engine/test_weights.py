@@ -332,6 +332,7 @@ def test_flattened_buckets_are_their_tensors(two: tuple[Path, Path]) -> None:
             ({"metadata": whole["metadata"][:-1]}, "the metadata names"),
             ({"metadata": [*whole["metadata"][:-1], {"name": "x"}]}, "needs 'shape'"),
             ({"metadata": [*whole["metadata"][:-1], {"name": "x", "shape": (1,), "dtype": "int3"}]}, "int3"),
+            ({"metadata": [*whole["metadata"][:-1], {"name": "x", "shape": 3, "dtype": "float32"}]}, "'x', 3, "),
             ({"flattened_tensor": None}, "needs 'flattened_tensor'"),
             ({"flattened_tensor": torch.ones(3, 3)}, "one axis"),
         ):  # fmt: skip

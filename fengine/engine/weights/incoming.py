@@ -101,7 +101,8 @@ def _parts(flat: Tensor, entries: Any) -> list[tuple[str, Tensor]]:
     for entry in entries:
         name, shape, dtype = (_entry(entry, key) for key in ("name", "shape", "dtype"))
         kind = {str(known): known for known in FLOATS}.get(f"torch.{str(dtype).removeprefix('torch.')}")
-        if not isinstance(name, str) or kind is None or not all(type(size) is int and size >= 0 for size in shape):
+        sizes = shape if isinstance(shape, (list, tuple)) else [None]
+        if not isinstance(name, str) or kind is None or not all(type(size) is int and size >= 0 for size in sizes):
             raise InvalidRequestError(
                 f"metadata of a flattened bucket: got name {name!r:.80}, {shape!r:.80}, {dtype!r}."
             )
