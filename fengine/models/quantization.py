@@ -14,7 +14,7 @@ from fengine.models.spec import Config, Quantization, Scheme
 logger = logging.getLogger("fengine")
 KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' older name
 TOOLS = {  # what tools write beside it: how scales were found, and which kernels they would take
-    "quant_method", "version", "meta", "tokenizer", "dataset", "damp_percent", "damp_auto_increment",
+    "quant_method", "method", "version", "meta", "tokenizer", "dataset", "damp_percent", "damp_auto_increment",
     "true_sequential", "static_groups", "model_name_or_path", "model_file_base_name", "model_seqlen",
     "block_name_to_quantize", "backend", "module_name_preceding_first_block", "modules_in_block_to_quantize",
     "batch_size", "pad_token_id", "use_exllama", "disable_exllama", "exllama_config", "max_input_length",
@@ -38,6 +38,7 @@ def read_quantization(config: Config) -> Quantization | None:
     if not isinstance(told, dict) or not isinstance(method, str) or method not in READERS:
         raise _unbuilt(f"quant_method {method!r:.80}")
     read = ConfigReader(told)
+    _one_of(read, "method", (method,), method)  # GPTQModel's newer name
     found = READERS[method](read)
     read.done("quantized model")
     return found
@@ -148,8 +149,7 @@ def _is_quick(pattern: str) -> bool:
 
 def _kept(read: ConfigReader, names: list[str]) -> list[tuple[str, Scheme | None]]:
     """transformers' reading of modules_to_not_convert: whole parts of a name from its beginning, or its end. Pure."""
-    boundary = r"(?:(?<=\.)|(?=\.|$)).*"
-    return [_rule(read, rf"(?:{name}){boundary}|.*{re.escape(name)}", None) for name in names]
+    return [_rule(read, rf"(?:{name})(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(name)}", None) for name in names]
 
 
 def _awq(read: ConfigReader) -> Quantization:

@@ -471,6 +471,7 @@ def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> 
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
         (GPTQ | {"data_type": "mx_fp"}, "data_type 'mx_fp'"),
+        (GPTQ | {"method": "qqq"}, "method 'qqq'"),
         (AWQ | {"act_bits": 8}, "act_bits 8"),
         (compressed("pack-quantized", integers(4, 16)) | {"transform_config": {"format": "dense"}}, "transform_config"),
         (compressed("marlin-24", integers(4, 16)), "format 'marlin-24'"),
@@ -505,7 +506,9 @@ def test_what_tools_write_of_how_they_came_to_it_changes_nothing() -> None:
         (compressed("pack-quantized", integers(4, 16)), {"sparsity_config": dense}),
         (FP8, {"expert_dtype": "fp8", "scale_fmt": "float", "dequantize": False}),
         (GPTQ, AUTO_ROUND),
+        (GPTQ, {"method": "gptq", "format": "gptq"}),
         (AWQ, AUTO_ROUND),
+        (AWQ, {"method": "awq", "format": "gemm", "checkpoint_format": "gemm"}),
     ):
         assert read_quantization({"quantization_config": config | more}) == read_quantization(
             {"quantization_config": config}
