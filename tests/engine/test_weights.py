@@ -651,7 +651,7 @@ def test_the_loop_does_not_wait_for_an_update_that_waits_for_it(shared: Engine) 
     assert in_loop(shared._parts.core, lambda: updates.begin("all")).success and updates.end().success
 
 
-def test_a_closed_engine(two: tuple[Path, Path]) -> None:
+def test_a_closed_engine(two: tuple[Path, Path], tmp_path: Path) -> None:
     engine = start(two[0])
     engine.shutdown()
     assert not engine._parts.weights.places and not engine._parts.weights.params  # nothing holds the weights
@@ -666,6 +666,7 @@ def test_a_closed_engine(two: tuple[Path, Path]) -> None:
         lambda: engine.get_weights_by_name(NORM),
         engine.release_memory_occupation,
         engine.resume_memory_occupation,
+        lambda: engine.save_sharded_model(path=str(tmp_path / "saved")),
     ]
     for call in calls:
         with pytest.raises(EngineClosedError):

@@ -223,6 +223,7 @@ class WeightUpdates:
     def save(self, model_dir: Path | str, overrides: str, path: Any, pattern: Any, max_size: Any) -> None:
         """As `save_weights`, while no update comes."""
         with self.alone():
+            self.core.call("ping")  # a closed engine has let its weights go
             save_weights(self.live, self.read_tensor, Path(model_dir), overrides, path, pattern, max_size)
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
