@@ -83,7 +83,8 @@ def layer(
 
 def rename(spec: ModelSpec, name: str) -> str:
     """The name that a tensor would have in a decoder. Pure."""
-    name = re.sub(r"^(bert|roberta)\.", "", name)
+    name = re.sub(r"^(bert|roberta)\.", "", name)  # the first BERTs, and what is trained from them, have other norms
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     module, _, kind = name.rpartition(".")
     found = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", module)
     if found is None:

@@ -10,6 +10,7 @@ import pytest
 import tiny_checkpoints
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fengine import models
@@ -96,6 +97,17 @@ def test_hidden_states_equal_transformers(name: str, tmp_path: Path) -> None:
         want = reference(torch.tensor([row])).last_hidden_state[0]
         assert (got - want).abs().max() < TOLERANCE
         assert torch.equal(hidden(tmp_path, spec, [row])[0], got)
+
+
+def test_norms_under_their_first_names(tmp_path: Path) -> None:
+    """transformers gives a model made of bert-base-uncased the names that this has."""
+    write(tmp_path, "bert")
+    spec, path = spec_from_config(read_config(tmp_path)), tmp_path / "model.safetensors"
+    [want], tensors = hidden(tmp_path, spec, prompts((9,))), load_file(path)
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
+    assert torch.equal(hidden(tmp_path, spec, prompts((9,)))[0], want)
 
 
 @torch.no_grad()
