@@ -16,7 +16,7 @@ from fengine.config import Dtype, EngineConfig, Numerics, Policy
 from fengine.errors import ConfigError
 from fengine.eval.cli import compose as composing
 from fengine.eval.cli.compose import inspect, is_inspection, parse
-from fengine.eval.cli.guard import conf_dir
+from fengine.eval.cli.config_files import conf_dir
 from fengine.eval.cli.schema import Point, Schema
 from fengine.eval.runs.config import RUN, RunConfig, SamplingConfig, View
 

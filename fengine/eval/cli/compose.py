@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 import fengine
 from fengine.errors import ConfigError
 from fengine.eval.cli import guard, mistakes
-from fengine.eval.cli.guard import ConfigFiles, conf_dir
+from fengine.eval.cli.config_files import ConfigFiles, conf_dir
 from fengine.eval.cli.lines import say
 from fengine.eval.cli.schema import BadPoint, Point, Schema, annotated, leaves
 
@@ -211,7 +211,7 @@ def parsed(words: Sequence[str], schema: Schema) -> list[Override]:
         if override.is_delete():
             raise ConfigError(f"{override.input_line:.500}: no key can be taken away; give it another value")
         guard.check_override(override.input_line or key, key, value := override.value(), schema)
-        if (value is None or isinstance(value, (int, float, list, dict))) and os.path.isdir(guard.conf_dir() / key):
+        if (value is None or isinstance(value, (int, float, list, dict))) and os.path.isdir(conf_dir() / key):
             raise ConfigError(f"{override.input_line:.500}: it takes the name of one option; -m sweeps over several")
     return found
 
