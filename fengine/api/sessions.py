@@ -231,15 +231,7 @@ class Sessions:
     def enter(self, turns: Sequence[Turn]) -> None:
         """Puts prepared turns into their trees, all or none, and aborts what they replace. Errors: SessionError."""
         with self._lock:
-            begun = set[str]()
-            for turn in turns:
-                session, parent, name = self._find(turn.session_id), turn.parent, told(turn.session_id)
-                if turn.rid in session.turns or (parent is not None and session.turns.get(parent.rid) is not parent):
-                    raise SessionError(f"session {name} changed while a turn was added to it; try again.")
-                goes_on = not session.running and turn.session_id not in begun and parent is session.last_finished()
-                if session.streaming and not goes_on:
-                    raise SessionError(f"session {name} is streaming: send a turn when the one before has finished.")
-                begun.add(turn.session_id)
+            self._check(turns)
             gone = [turn for new in turns for turn in new.replaced]
             for turn in gone:
                 session = self._sessions[turn.session_id]
@@ -256,6 +248,19 @@ class Sessions:
                 turn.replaced = ()
         if states := [turn.state for turn in gone if turn.state is not None]:
             self._abort(states)
+
+    def _check(self, turns: Sequence[Turn]) -> None:
+        """That trees still stand as when the turns were prepared, and turns of a streaming session come one by one.
+        Errors: SessionError."""
+        begun = set[str]()
+        for turn in turns:
+            session, parent, name = self._find(turn.session_id), turn.parent, told(turn.session_id)
+            if turn.rid in session.turns or (parent is not None and session.turns.get(parent.rid) is not parent):
+                raise SessionError(f"session {name} changed while a turn was added to it; try again.")
+            goes_on = not session.running and turn.session_id not in begun and parent is session.last_finished()
+            if session.streaming and not goes_on:
+                raise SessionError(f"session {name} is streaming: send a turn when the one before has finished.")
+            begun.add(turn.session_id)
 
     def _find(self, session_id: Any) -> _Session:
         self._expire()

@@ -50,19 +50,24 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequestError(f"{where} must be a dict, got {type(message).__name__}.")
     message = {key: value for key, value in json_like(message, where).items() if value is not None}
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
-        found = "no role" if "role" not in message else f"the role {role!r:.80}"
-        raise InvalidRequestError(f"{where} has {found}; use one of {', '.join(ROLES)}.")
-    for name in ("name", "tool_call_id", *_REASONING):
-        if not isinstance(message.get(name, ""), str):
-            raise InvalidRequestError(f"{where}[{name!r}] must be a string, got {message[name]!r:.80}.")
+    _check_names(message, where)
+    content = message.get("content")
     if content is None and "tool_calls" not in message:
         raise InvalidRequestError(f"{where} has no content (missing or None); pass a string.")
     if content is not None and not isinstance(content, str):
         _check_parts(content, f"{where}['content']")
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _check_names(message: dict[str, Any], where: str) -> None:
+    role = message.get("role")
+    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
+        found = "no role" if "role" not in message else f"the role {role!r:.80}"
+        raise InvalidRequestError(f"{where} has {found}; use one of {', '.join(ROLES)}.")
+    for name in ("name", "tool_call_id", *_REASONING):
+        if not isinstance(message.get(name, ""), str):
+            raise InvalidRequestError(f"{where}[{name!r}] must be a string, got {message[name]!r:.80}.")
 
 
 def _check_parts(content: Any, where: str) -> None:

@@ -68,18 +68,7 @@ Measured = Callable[[Any, Work, int], Round]  # of an engine, and how many strea
 def work(argv: Sequence[str]) -> int:
     """The exit code. Errors: FengineError."""
     words = command.parse(argv, OPTIONS, overrides=True)
-    kind = "".join(words.places)
-    if strange := [word for word in words.overrides if word.startswith("bench.")]:
-        raise ConfigError(command.unknown(strange[0], [*OPTIONS]))
-    if strange := [word for word in words.overrides if word.lstrip("+").startswith("serve.")]:
-        raise ConfigError(f"{strange[0]:.200}: the server of a bench has a configuration of its own; leave it out")
-    given = DEFAULTS | {name.partition(".")[2]: value for name, value in words.options.items()}
-    if kind not in KINDS:
-        raise ConfigError(f"fengine bench takes one of {', '.join(KINDS)}, got {kind!r:.80}")
-    if kind == "serve" and "beside" in given:
-        raise ConfigError("bench.beside: Transformers' generate is no server; leave it out")
-    if kind == "latency":
-        given["requests"] = words.options.get("bench.requests", 8)
+    kind, given = _asked(words)
     (point,) = compose.points(compose.parse(words.overrides, SERVE), SERVE)
     config: EngineConfig = replace(point.config.engine, random_seed=point.config.seed)
     with EngineCache() as engines:
@@ -95,6 +84,23 @@ def work(argv: Sequence[str]) -> int:
                 found[name] += [one] if number else []
         tell(kind, engine, work, found, given)
     return command.OK
+
+
+def _asked(words: command.Arguments) -> tuple[str, dict[str, Any]]:
+    """What is measured, and how. Errors: ConfigError."""
+    kind = "".join(words.places)
+    if strange := [word for word in words.overrides if word.startswith("bench.")]:
+        raise ConfigError(command.unknown(strange[0], [*OPTIONS]))
+    if strange := [word for word in words.overrides if word.lstrip("+").startswith("serve.")]:
+        raise ConfigError(f"{strange[0]:.200}: the server of a bench has a configuration of its own; leave it out")
+    given = DEFAULTS | {name.partition(".")[2]: value for name, value in words.options.items()}
+    if kind not in KINDS:
+        raise ConfigError(f"fengine bench takes one of {', '.join(KINDS)}, got {kind!r:.80}")
+    if kind == "serve" and "beside" in given:
+        raise ConfigError("bench.beside: Transformers' generate is no server; leave it out")
+    if kind == "latency":
+        given["requests"] = words.options.get("bench.requests", 8)
+    return kind, given
 
 
 def work_of(given: dict[str, Any], vocab: int) -> Work:
