@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fengine.errors import InputFileError, StorageError
@@ -139,6 +139,7 @@ def test_a_huge_line_takes_bounded_memory(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(lines=st.lists(st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=5)))
+@example(lines=["["])
 def test_text_lines_are_the_non_blank_lines(tmp_path_factory: Any, lines: list[str]) -> None:
     path = tmp_path_factory.mktemp("p") / "p.txt"
     expected = [line for line in lines if line.encode().strip()]

@@ -109,7 +109,7 @@ def _open(path: Path, plain: bool) -> BinaryIO:
     if kind is not None:
         file.close()
         raise InputFileError(f"{name} holds {kind} data, not lines of JSON; unpack or convert it")
-    if re.match(rb"\s*\[\s*(\{|$)", start):
+    if path.suffix.lower() != ".txt" and re.match(rb"\s*\[\s*(\{|$)", start):
         file.close()
         raise InputFileError(f"{name} holds one JSON array; {REMEDIES['.json']}")
     return file
