@@ -80,7 +80,8 @@ def destroy_weights_update_group(engine: HasContext, group_name: str) -> UpdateR
 
 
 def begin_weight_update(engine: HasContext, selector: str = "all") -> UpdateResult:
-    """Updates are collected from here on, and take effect together in `end_weight_update`."""
+    """Updates are collected from here on, and take effect together in `end_weight_update`: with the last label that one
+    of them gave, unless that gives its own, and behind an abort if any asked for it."""
     return engine._parts.updates.begin(selector)
 
 

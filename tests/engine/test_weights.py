@@ -310,6 +310,23 @@ def test_sessions_begin_and_end_once(shared: Engine) -> None:
         shared.begin_weight_update("draft")
 
 
+def test_what_the_parts_of_a_session_ask_is_done_at_its_end(two: tuple[Path, Path]) -> None:
+    norm = tensors_of(two[1])[NORM]
+    with start(two[0]) as engine:
+        for given, told in (({"weight_version": "whole"}, "whole"), ({}, "part")):
+            engine.pause_generation("in_place")
+            waiting: Any = engine.generate(input_ids=[3], stream=True)
+            assert engine.begin_weight_update().success
+            assert engine.update_weights_from_tensor(
+                {NORM: norm}, weight_version="part", abort_all_requests=True
+            ).success
+            assert engine.end_weight_update(**given).success  # type: ignore[arg-type]
+            assert [chunk["meta_info"]["finish_reason"]["type"] for chunk in waiting] == ["abort"]
+            engine.continue_generation()
+            output: Any = engine.generate(input_ids=[3], sampling_params={"max_new_tokens": 1})
+            assert output["meta_info"]["weight_version"] == told
+
+
 def bucket(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
     """SGLang's flattened bucket: bytes, or elements of one dtype."""
     parts = [t.flatten().view(torch.uint8) if dtype is None else t.flatten().to(dtype) for t in tensors.values()]

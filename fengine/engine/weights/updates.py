@@ -49,9 +49,12 @@ class UpdateResult(NamedTuple):
 
 @dataclass
 class Session:
-    """What came between `begin` and `end`. `fault`: why all of it will be refused."""
+    """What came between `begin` and `end`, and what its parts asked of the whole: the last label, and whether requests
+    are aborted. `fault`: why all of it will be refused."""
 
     changes: list[Change] = field(default_factory=list)
+    version: str | None = None
+    abort: bool = False
     fault: str | None = None
 
 
@@ -132,6 +135,7 @@ class WeightUpdates:
             ) as error:  # fmt: skip
                 return self._refused(error)
             session.changes += [change.kept() for change in changes]
+            session.version, session.abort = version or session.version, abort or session.abort
             return UpdateResult(True, f"{len(changes)} tensors wait for end_weight_update()")
 
     @contextmanager
@@ -174,7 +178,8 @@ class WeightUpdates:
             if session.fault is not None:
                 return UpdateResult(False, f"nothing was changed, for a part was refused: {session.fault}")
             try:
-                return self._commit(self._settled(session.changes), version, abort)
+                changes = self._settled(session.changes)
+                return self._commit(changes, version or session.version, abort or session.abort)
             except (InvalidRequestError, MemoryReleasedError) as error:
                 return UpdateResult(False, str(error))
 
