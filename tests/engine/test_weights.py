@@ -321,8 +321,8 @@ def test_what_the_parts_of_a_session_ask_is_done_at_its_end(two: tuple[Path, Pat
                 {NORM: norm}, weight_version="part", abort_all_requests=True
             ).success
             assert engine.end_weight_update(**given).success  # type: ignore[arg-type]
-            assert [chunk["meta_info"]["finish_reason"]["type"] for chunk in waiting] == ["abort"]
             engine.continue_generation()
+            assert [chunk["meta_info"]["finish_reason"]["type"] for chunk in waiting] == ["abort"]
             output: Any = engine.generate(input_ids=[3], sampling_params={"max_new_tokens": 1})
             assert output["meta_info"]["weight_version"] == told
 
