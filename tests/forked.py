@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import inspect
 import json
 import os
 import socket
@@ -50,14 +51,17 @@ while True:
         exec(code, {"__name__": "__main__"})
     sys.exit()  # the interpreter ends as one that was started for this
 """
+FOUND = {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "OMP_NUM_THREADS": "1"}
 ADOPTS = 36  # of prctl: the parent of those below whose own has ended
+STARTED = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
 
 @cache
 def forks() -> socket.socket:
-    environment = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "OMP_NUM_THREADS": "1"}
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-    process = subprocess.Popen([sys.executable, "-c", FORKS], stdin=theirs.fileno(), env=environment, process_group=0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=theirs.fileno(), env=os.environ | FOUND, process_group=0
+    )
     theirs.close()
     atexit.register(lambda: (ours.close(), process.wait()))
     return ours
@@ -65,16 +69,21 @@ def forks() -> socket.socket:
 
 class Fork(subprocess.Popen[Any]):
     """As `Popen` of this Python with `-c code` or `-m module`; it finds fengine and the modules of tests, and its CPU
-    kernels have one thread."""
+    kernels have one thread. Where no process adopts another's (Linux does), it is started as any other."""
 
     asking = threading.Lock()
 
     def _execute_child(self: Any, words: Any, *how: Any) -> None:
-        files, cwd, environment = how[3:6]
-        pipes, session = how[9:15], how[20]
+        given = STARTED.bind(self, words, *how).arguments
+        environment, files = dict(given["env"] or os.environ), given["pass_fds"]
+        if sys.platform != "linux":
+            given["env"] = environment | FOUND
+            super()._execute_child(*list(given.values())[1:])  # type: ignore[misc]
+            return
+        pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
         streams = [own if own >= 0 else number for number, own in enumerate((pipes[0], pipes[3], pipes[5]))]
-        words = [word for word in words[1:] if word != "-P"]
-        asked = [words, str(cwd or os.getcwd()), dict(environment or os.environ), [0, 1, 2, *files], session]
+        words, cwd = [word for word in words[1:] if word != "-P"], str(given["cwd"] or os.getcwd())
+        asked = [words, cwd, environment, [0, 1, 2, *files], given["start_new_session"]]
         with self.asking:
             ours, prctl = forks(), ctypes.CDLL(None).prctl
             prctl(ADOPTS, 1)
