@@ -44,18 +44,17 @@ def checked_start(
     for name, value, least in (("start_step", start_step, 0), ("num_steps", num_steps, 1)):
         if value is not None and (type(value) is not int or value < least):
             raise InvalidRequestError(f"{name} must be a whole number of at least {least}, got {value!r:.80}.")
-    stem = _stem({"profile_prefix": profile_prefix, "profile_id": profile_id})
+    stem = _stem(profile_prefix, profile_id)
     stacks = (flag("with_stack", with_stack or False), flag("record_shapes", record_shapes or False))
     path = _writable(output_dir) / f"{stem}.trace.json.gz"
     return ProfileRequest(str(path), start_step or 0, num_steps, _activities(activities), *stacks)
 
 
-def _stem(names: dict[str, Any]) -> str:
-    """The name of a trace's file, of its prefix and id."""
-    for name, value in names.items():
+def _stem(prefix: Any, id: Any) -> str:
+    """The name of a trace's file, without its ending."""
+    for name, value in (("profile_id", id), ("profile_prefix", prefix)):
         if value is not None and (not isinstance(value, str) or not value or Path(value).name != value):
             raise InvalidRequestError(f"{name} must be usable as a file name, got {value!r:.80}.")
-    prefix, id = names.values()
     return "-".join(part for part in (prefix, id or f"{time.time():.6f}") if part)
 
 

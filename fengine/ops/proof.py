@@ -85,7 +85,7 @@ def same_bits(want: Tensor, compute: Callable[[], Tensor], experimental: bool = 
     weights that are all zero prove nothing. `experimental`: of a compiler that is; whatever it says, the schedule is
     not for this machine."""
     try:
-        if asking():
+        if asking():  # for the kernels of `compute`; there is nothing to be compared
             compute()
             return True
         reacts = bool((want != want.flatten()[0]).any())
