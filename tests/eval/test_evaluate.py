@@ -85,6 +85,7 @@ def test_what_is_no_task_or_no_engine_is_told(engine: FakeEngine) -> None:
         ({"sampling": 3}, "sampling must be a dict, got 3"),
         ({"sampling": {"temperature": -1}}, "sampling.temperature must be"),
         ({"sampling": {"stop_regex": "("}}, "stop_regex"),
+        ({"sampling": {"regex": "("}}, "sampling.regex: .*regex '\\('"),
         ({"judge": 3}, "judge must be a dict, got 3"),
         ({"seed": "a"}, "seed must be a whole number, got 'a'"),
         ({"max_errors": -1}, "max_errors must be at least 0"),

@@ -32,10 +32,9 @@ def refuse_sampling(config: EngineConfig, params: SamplingParams, tokens: int | 
     """Refuses before a model is loaded what it would refuse of every request: a grammar that cannot be compiled, and
     more `tokens` than the context has room for. Imports torch. Errors: ConfigError; ModelLoadError and kinds;
     MissingExtraError."""
-    from fengine.engine.load import context_length, read_spec
-    from fengine.structured_output.backend import Grammars, Source, Whitespace
-
     if params.grammar_key is not None:
+        from fengine.structured_output.backend import Grammars, Source, Whitespace
+
         kind, text = params.grammar_key
         if params.stop or params.stop_regex:
             raise ConfigError(f"sampling.{kind} says where a text ends; leave out sampling.stop and stop_regex")
@@ -44,9 +43,12 @@ def refuse_sampling(config: EngineConfig, params: SamplingParams, tokens: int | 
                 grammars.compile(Source(kind, text))
             except GrammarError as error:
                 raise ConfigError(f"sampling.{kind}: {error}") from error
-    if tokens is not None and tokens >= (most := context_length(config, read_spec(config)[2])):
-        name = f"max_new_tokens={tokens:,} leaves no room for a prompt in the context of {config.model.path}"
-        raise ConfigError(f"{name}, which has {most:,} tokens: at most {most - 1:,}")
+    if tokens is not None:
+        from fengine.engine.load import context_length, read_spec
+
+        if tokens >= (most := context_length(config, read_spec(config)[2])):
+            name = f"max_new_tokens={tokens:,} leaves no room for a prompt in the context of {config.model.path}"
+            raise ConfigError(f"{name}, which has {most:,} tokens: at most {most - 1:,}")
 
 
 def responder(engine: Any) -> Callable[..., Any]:

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from fengine.config import EngineConfig
+from fengine.core.sampling_params import SamplingParams
 from fengine.core.scalars import told
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli import view
 from fengine.eval.cli.command import INTERRUPTED, OK, TERMINATED, composed
 from fengine.eval.cli.command import parse as parse_words
 from fengine.eval.cli.compose import jobs, parse
-from fengine.eval.cli.engines import EngineCache, model_directory
+from fengine.eval.cli.engines import EngineCache, model_directory, refuse_sampling
 from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import BadPoint, Point, Schema
 from fengine.eval.cli.view import place
 from fengine.eval.runs import manifest
+from fengine.eval.runs.answering import given_sampling
 from fengine.eval.runs.config import EVAL, RUN, EvalConfig, RunConfig, SamplingConfig, View, check_call, evaluation_of
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import index_rows
@@ -248,6 +250,7 @@ def _config_of(engine: Any, task: Task, sampling: Any, judge: Any, counts: dict[
     config = EvalConfig(engine.config, SamplingConfig.of("sampling", greedy), task=own, view=view_of, **counts)
     if problems := check_call(config):
         raise ConfigError("\n".join(problems))
+    refuse_sampling(config.engine, SamplingParams.of(given_sampling(config)), None)
     return config
 
 
