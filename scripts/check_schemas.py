@@ -24,7 +24,8 @@ import jsonschema
 import numpy as np
 from jsonschema.validators import validator_for
 
-from fengine.core.masks import MaskRow
+from fengine.core.request import Request
+from fengine.core.sampling_params import SamplingParams
 from fengine.errors import GrammarError
 from fengine.structured_output import masks
 from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabulary
@@ -85,11 +86,12 @@ def accepts(grammar: Grammar, value: Any) -> bool:
 def walk(grammar: Grammar, seed: int, raw: Any, times: list[float], times_raw: list[float]) -> Any:
     """A random value; None for a text that has not come to its end. `raw` is taken the same way, as far as it goes."""
     end = grammar.vocabulary.size - 1
-    draw, cursor, fresh, out = random.Random(seed), grammar.cursor(frozenset([end]), [], frozenset(), True), [], b""
+    request = Request("walk", 0, [], SamplingParams(), seed, LONGEST, frozenset([end]))
+    draw, cursor, fresh, out = random.Random(seed), grammar.cursor(request, []), [], b""
     for _ in range(LONGEST):
-        row = MaskRow(0, cursor, fresh, None, frozenset([end]), False)
         started = time.perf_counter()
-        filled = masks.fill([row], ())
+        cursor.take(fresh)
+        filled = masks.fill([0], [cursor])
         times.append(time.perf_counter() - started)
         if raw is not None:
             started = time.perf_counter()

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from fengine.structured_output.backend import Grammar, Grammars, Source
-from fengine.structured_output.masks import Cursor, Filled, MaskRow, fill
+from fengine.structured_output.masks import Cursor, Filled, fill
 from fengine.structured_output.schema import Whitespace
 
 PIECES = [
@@ -66,14 +66,14 @@ def compiled(kind: str, text: str, whitespace: Whitespace = DEFAULT) -> Grammar:
 
 
 def cursor_of(grammar: Grammar, *, barred: Sequence[int] = (), eager: bool = True) -> Cursor:
-    return Cursor(grammar, [END], barred, [], eager)
+    return Cursor(grammar, [END], barred, [], eager=eager)
 
 
 def masks(cursors: Sequence[Cursor], fresh: Sequence[list[int]], early: bool = False) -> Filled:
-    rows = [
-        MaskRow(i, c, t, None, frozenset([END]), early) for i, (c, t) in enumerate(zip(cursors, fresh, strict=True))
-    ]
-    return fill(rows, ())
+    for cursor, tokens in zip(cursors, fresh, strict=True):
+        cursor.take(tokens)
+        cursor.least = len(cursor.tokens) + early
+    return fill(range(len(cursors)), cursors)
 
 
 def allowed(mask_W: np.ndarray) -> list[int]:

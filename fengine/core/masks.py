@@ -5,18 +5,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fengine.core.request import Request
 
-class MaskRow(NamedTuple):
-    """A row that draws under a grammar."""
 
+class MaskedDraft(NamedTuple):
+    """Guesses behind what the cursor `index` of a step has taken, which draw in the rows `row` and on."""
+
+    index: int
+    token_ids: Sequence[int]
     row: int
-    cursor: Any
-    fresh: list[int]  # drawn tokens that the cursor has not taken yet
-    fed: int | None  # the row in the step before whose token comes behind them
-    stop_ids: frozenset[int]
-    least: int  # tokens that are still to be drawn until min_new_tokens is reached
-    draft: Sequence[int] = ()  # guesses behind its last token, which draw in the rows `draft_row` and on
-    draft_row: int = 0
 
 
 class Filled(NamedTuple):
@@ -30,11 +27,11 @@ class Filled(NamedTuple):
 class Grammar(Protocol):
     """A compiled grammar, `SamplingParams.grammar`."""
 
-    def cursor(self, ends: frozenset[int], barred: Sequence[int], early: frozenset[int], eager: bool) -> Any:
-        """Where an output that has not begun stands. `ends` end it, `barred` are never drawn; with `eager` False an end
-        is drawn only where nothing else can be."""
+    def cursor(self, request: Request, barred: Sequence[int]) -> Any:
+        """Where the request's output stands, as far as it is known; `barred` ids are never drawn. Its `catch_up(count,
+        last)` goes on to so many tokens, of which that is the last."""
         ...
 
-    def masks(self, rows: list[MaskRow], drawn: Sequence[int]) -> Filled:
-        """The masks of a step, of this and other grammars. `drawn` are the tokens of the step before."""
+    def masks(self, rows: Sequence[int], cursors: Sequence[Any], drafts: Sequence[MaskedDraft] = ()) -> Filled:
+        """The masks of rows whose outputs stand at these cursors, of this and other grammars, and of their drafts."""
         ...

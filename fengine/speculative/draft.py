@@ -15,12 +15,13 @@ import logging
 from collections.abc import Sequence
 from itertools import accumulate, chain, takewhile
 from math import fsum  # Pythons differ in how they sum floats
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.core.masks import Filled, MaskRow
+from fengine.core.masks import Filled
 from fengine.core.request import Request
 from fengine.core.scheduler_output import Drafts, SchedulerOutput
 from fengine.core.speculation import Ask, Late, gain_of, tolls
@@ -254,25 +255,20 @@ class DraftModel:
 
     def _guide(self, asks: list[Ask]) -> Guide:
         """Masks of the grammars of these rows, guess by guess. Modifies: the cursors of their memos."""
-        live: list[MaskRow] = []
+        live: list[tuple[int, Any]] = []  # rows, and their cursors
         for row, ask in enumerate(asks):
             request, memo = ask.request, ask.drafting.memo
             if request.params.grammar is None:
                 continue
-            drawn = request.token_ids[request.prompt_len :]
             memo.cursor = memo.cursor or cursor_of(request)
-            memo.cursor.take(drawn[len(memo.cursor.tokens) :])
+            memo.cursor.take(request.output_ids[len(memo.cursor.tokens) :])
             if memo.cursor.error is None:
-                least = max(request.params.min_new_tokens - len(drawn), 0)
-                live.append(MaskRow(row, memo.cursor.fork(), [], None, request.stop_ids, least))
+                live.append((row, memo.cursor.fork()))
 
         def masks(token_R: np.ndarray | None) -> Filled | None:
             nonlocal live
             if token_R is not None:
-                live = [row._replace(least=max(row.least - 1, 0)) for row in live
-                        if row.cursor.advance(int(token_R[row.row]))]  # fmt: skip
-            if not live:
-                return None
-            return asks[live[0].row].request.params.grammar.masks(live, ())
+                live = [(row, cursor) for row, cursor in live if cursor.advance(int(token_R[row]))]
+            return live[0][1].grammar.masks(*zip(*live, strict=True)) if live else None
 
         return masks

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fengine.core.masks import Filled, MaskRow
+from fengine.core.masks import Filled, MaskedDraft
+from fengine.core.request import Request
 from fengine.errors import EngineClosedError, FengineError, GrammarError, MissingExtraError, UnsupportedFeatureError
 from fengine.structured_output import ebnf, masks, regex, schema, structural_tag
 from fengine.structured_output.masks import Cursor, checked
@@ -104,13 +105,18 @@ class Grammar:
         self._first = self._made()
         return self.matcher()
 
-    def cursor(self, ends: frozenset[int], barred: Sequence[int], early: frozenset[int], eager: bool) -> Cursor:
-        """Where an output that has not begun stands."""
-        return Cursor(self, ends, barred, early, eager)
+    def cursor(self, request: Request, barred: Sequence[int]) -> Cursor:
+        """As `core.masks.Grammar` says."""
+        params = request.params
+        cursor = Cursor(
+            self, request.stop_ids, barred, request.early_ids, eager=not params.ignore_eos, least=params.min_new_tokens
+        )
+        cursor.take(request.output_ids)
+        return cursor
 
-    def masks(self, rows: Sequence[MaskRow], drawn: Sequence[int]) -> Filled:
+    def masks(self, rows: Sequence[int], cursors: Sequence[Cursor], drafts: Sequence[MaskedDraft] = ()) -> Filled:
         """As `masks.fill`, of rows whose grammars share its vocabulary."""
-        return masks.fill(rows, drawn)
+        return masks.fill(rows, cursors, drafts)
 
     def _made(self) -> Any:
         return checked(self.vocabulary.matcher(self._lark))

@@ -7,7 +7,7 @@ computed where the loop is, while the forward pass runs; many of a large vocabul
 take longer to wake than few masks. A thread of Python's beside the loop would not begin before the loop leaves the GIL,
 which takes longer than most masks. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fengine.core.masks import Filled, MaskRow
+from fengine.core.masks import Filled, MaskedDraft
 from fengine.errors import GrammarError
 
 AT_HAND = 1 << 18  # rows times ids whose masks the loop computes by itself: some 0.1 ms
@@ -38,23 +38,38 @@ def bits_of(ids: frozenset[int]) -> Bits:
     return Bits(np.array(list(words), np.int64), np.array(list(words.values()), np.uint32).view(np.int32))
 
 
+NO_BITS = bits_of(frozenset())
+
+
 class Cursor:
     """Modifies: itself, by the loop alone. `ends` are the ids that end the request: allowed where the text may end,
-    whatever text they have of their own. `barred` ids are never drawn. With `eager` False an end is drawn only where
-    nothing else can be (ignore_eos)."""
+    whatever text they have of their own; before `least` tokens are drawn neither they nor `early` ids are. `barred` ids
+    never are. With `eager` False an end is drawn only where nothing else can be (ignore_eos)."""
 
-    __slots__ = ("grammar", "ends", "barred", "early", "eager", "tokens", "matcher", "error")
+    __slots__ = ("grammar", "stop_ids", "ends", "barred", "shut", "shut_early", "least", "eager", "tokens", "draft",
+                 "matcher", "error")  # fmt: skip
 
     def __init__(
-        self, grammar: Any, ends: Iterable[int], barred: Iterable[int], early: Iterable[int], eager: bool
-    ) -> None:
-        size = grammar.vocabulary.size
-        ends, barred, early = ([id for id in ids if 0 <= id < size] for ids in (ends, barred, early))
-        self.grammar, self.eager = grammar, eager
-        self.ends, self.barred, self.early = (bits_of(frozenset(ids)) for ids in (ends, barred, (*ends, *early)))
+        self, grammar: Any, ends: Collection[int], barred: Iterable[int], early: Iterable[int], *, eager: bool = True,
+        least: int = 0,
+    ) -> None:  # fmt: skip
+        tokens, size = grammar.vocabulary.tokens, grammar.vocabulary.size
+        known = [[id for id in ids if 0 <= id < size] for ids in (ends, barred, (*ends, *early))]
+        self.grammar, self.stop_ids, self.eager, self.least = grammar, ends, eager, least
+        self.ends, self.barred = (bits_of(frozenset(ids)) for ids in known[:2])
+        self.shut, self.shut_early = (  # the others have no text that the matcher could allow
+            bits_of(frozenset(id for id in ids if tokens[id])) for ids in (known[0], known[2])
+        )
         self.tokens: list[int] = []  # taken so far
+        self.draft: Sequence[int] = ()  # guesses behind them, of which some may have been drawn since
         self.matcher: Any = grammar.matcher()
         self.error: GrammarError | None = None
+
+    def catch_up(self, count: int, last: int) -> None:
+        """Goes on to `count` tokens, of which `last` is the last one; those between were guesses. An end goes nowhere:
+        what a row draws behind it is not looked at."""
+        if (due := count - len(self.tokens)) and last not in self.stop_ids:
+            self.take([*self.draft[: due - 1], last] if due > 1 else [last])
 
     def take(self, tokens: list[int]) -> None:
         """Goes on over tokens that were drawn."""
@@ -104,61 +119,55 @@ def checked(matcher: Any) -> Any:
     return matcher
 
 
-def fill(rows: Sequence[MaskRow], drawn: Sequence[int]) -> Filled:
-    """The masks behind what rows drew, and behind each of their drafts that may come there; `drawn` are the tokens of
-    the step before. Modifies: the cursors."""
-    found = _filled(rows, *_allowed(_taken(rows, drawn)))
-    live = [row._replace(cursor=row.cursor.fork()) for row in rows if row.draft and row.cursor.error is None]
-    for k in range(max((len(row.draft) for row in live), default=0)):
-        live = [row for row in live if k < len(row.draft) and row.cursor.advance(row.draft[k])]
+def fill(rows: Sequence[int], cursors: Sequence[Cursor], drafts: Sequence[MaskedDraft] = ()) -> Filled:
+    """The masks where the cursors of these rows stand, and behind each of their drafts that may come there. Modifies:
+    the cursors' drafts, and those that are stuck."""
+    found = _filled(rows, cursors)
+    live = [(draft, cursors[draft.index].fork()) for draft in drafts if cursors[draft.index].error is None]
+    for draft in drafts:
+        cursors[draft.index].draft = draft.token_ids
+    for k in range(max((len(draft.token_ids) for draft, _ in live), default=0)):
+        live = [one for one in live if k < len(one[0].token_ids) and one[1].advance(one[0].token_ids[k])]
         if live:
-            behind = [row._replace(row=row.draft_row + k, least=max(row.least - k - 1, 0)) for row in live]
-            more = _filled(behind, *_allowed([row.cursor for row in behind]))
+            more = _filled([draft.row + k for draft, _ in live], [cursor for _, cursor in live])
             row_M, mask_MW = (np.concatenate(pair) for pair in zip(found[:2], more[:2], strict=True))
             found = Filled(row_M, mask_MW, found.errors | more.errors)
     return found
 
 
-def _taken(rows: Sequence[MaskRow], drawn: Sequence[int]) -> list[Cursor]:
-    """The cursors, behind what was drawn. Modifies: them."""
-    for row in rows:
-        if row.fed is None or drawn[row.fed] in row.stop_ids:
-            row.cursor.take(row.fresh)  # a row that has ended goes nowhere, and what it draws is not looked at
-        else:
-            row.cursor.take([*row.fresh, drawn[row.fed]])
-    return [row.cursor for row in rows]
+def _filled(rows: Sequence[int], cursors: Sequence[Cursor]) -> Filled:
+    """What the matchers allow, with the ends of each row. Modifies: the cursors that are stuck."""
+    mask_MW, complete_M = _allowed(cursors)
+    early_M = [len(cursor.tokens) < cursor.least for cursor in cursors]
+    drawable_M = _with_ends(cursors, mask_MW, complete_M, early_M)
+    if not all(drawable_M):
+        for cursor, drawable, *where in zip(cursors, drawable_M, complete_M, early_M, strict=True):
+            if not drawable and cursor.error is None:
+                cursor.fail(_why_stuck(*where))
+    errors = {int(row): cursor.error for row, cursor in zip(rows, cursors, strict=True) if cursor.error is not None}
+    return Filled(np.asarray(rows, np.int32), mask_MW, errors)
 
 
-def _filled(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> Filled:
-    """What the matchers allow, with the ends of each row. Modifies: mask_MW; the cursors of rows that are stuck."""
-    drawable_M = _with_ends(rows, mask_MW, complete_M)
-    for row, drawable, complete in zip(rows, drawable_M, complete_M, strict=True):
-        if not drawable and row.cursor.error is None:
-            row.cursor.fail(_why_stuck(row, complete))
-    errors = {row.row: row.cursor.error for row in rows if row.cursor.error is not None}
-    return Filled(np.array([row.row for row in rows], np.int32), mask_MW, errors)
-
-
-def _with_ends(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> list[bool]:
+def _with_ends(
+    cursors: Sequence[Cursor], mask_MW: np.ndarray, complete_M: list[bool], early_M: list[bool]
+) -> list[bool]:
     """Allows the ends of the rows whose text may end, alone, and bars what is barred; whether a row allows anything.
     Modifies: mask_MW."""
-    _change(mask_MW, [(i, row.cursor.early if row.least else row.cursor.ends) for i, row in enumerate(rows)], False)
+    shut = [cursor.shut_early if early else cursor.shut for cursor, early in zip(cursors, early_M, strict=True)]
+    _change(mask_MW, shut, False)
     goes_on_M: list[bool] = np.any(mask_MW, axis=1).tolist()
     ending = [
-        (i, row.cursor.ends)
-        for i, row in enumerate(rows)
-        if complete_M[i] and not row.least and (row.cursor.eager or not goes_on_M[i])
+        cursor.ends if complete and not early and (cursor.eager or not goes_on) else NO_BITS
+        for cursor, complete, early, goes_on in zip(cursors, complete_M, early_M, goes_on_M, strict=True)
     ]
-    barred = [(i, row.cursor.barred) for i, row in enumerate(rows) if len(row.cursor.barred.word)]
-    _change(mask_MW, ending, True)
-    _change(mask_MW, barred, False)
-    return np.any(mask_MW, axis=1).tolist() if ending or barred else goes_on_M
+    changed = _change(mask_MW, ending, True) | _change(mask_MW, [cursor.barred for cursor in cursors], False)
+    return np.any(mask_MW, axis=1).tolist() if changed else goes_on_M
 
 
-def _why_stuck(row: MaskRow, complete: bool) -> str:
+def _why_stuck(complete: bool, early: bool) -> str:
     if not complete:
         return "no token of this vocabulary can come next, logit_bias considered"
-    if row.least:
+    if early:
         return "the text is complete and cannot go on, but min_new_tokens is not reached; lower it"
     return "the text is complete, but logit_bias bars the tokens that could end it or go on"
 
@@ -194,11 +203,10 @@ def _alone(cursor: Cursor, mask_W: np.ndarray) -> None:
         mask_W[:] = 0
 
 
-def _change(mask_MW: np.ndarray, which: Sequence[tuple[int, Bits]], allow: bool) -> None:
-    """Sets or clears bits of rows. Modifies: mask_MW."""
-    rows: dict[Bits, list[int]] = {}
-    for i, bits in which:
-        rows.setdefault(bits, []).append(i)
-    for bits, some in rows.items():
-        at = np.array(some)[:, None], bits.word
+def _change(mask_MW: np.ndarray, bits_M: Sequence[Bits], allow: bool) -> bool:
+    """Sets or clears bits of rows; whether there are any. Modifies: mask_MW."""
+    some = {bits for bits in bits_M if len(bits.word)}
+    for bits in some:
+        at = np.array([i for i, one in enumerate(bits_M) if one is bits])[:, None], bits.word
         mask_MW[at] = mask_MW[at] | bits.bit if allow else mask_MW[at] & ~bits.bit
+    return bool(some)

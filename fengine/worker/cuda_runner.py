@@ -170,7 +170,7 @@ class CudaRunner:
 
     def _stage(self, step: StepInput, bucket: Bucket, which: int, stream: torch.cuda.Stream) -> None:
         """Packs a step into this turn's pinned buffers, padded, and starts their copies to the device's `which`."""
-        sizes, edits = self._sizes(bucket), bool(step.stages) or step.top is not None
+        sizes, edits = self._sizes(bucket), step.top is not None or not all(stage.late for stage in step.stages)
         self.inputs.fill(step.arrays, sizes, self.turn)
         if edits:
             arrays = {k: v for k, v in step.arrays.items() if k != ASKED.name or v.shape[1] <= MOST_ASKED}
@@ -243,8 +243,9 @@ class CudaRunner:
             return
         if self.masks is None:
             self.masks = StaticBuffers(StructuredOutput.fields, self._mask_sizes(self.rows), self.device)
-        self.masks.fill(arrays, self._mask_sizes(rows), self.turn)
-        self.masks.send(self.turn, which, self._mask_sizes(rows), len(arrays["mask_MW"]))
+        sizes = self._mask_sizes(rows)
+        self.masks.fill(arrays, sizes, self.turn)
+        self.masks.send(self.turn, which, sizes, len(arrays["mask_MW"]))
 
     def _top(self, step: StepInput) -> int | None:
         return None if step.top is None else min(rounded_top(step.top), self.vocab)

@@ -11,7 +11,7 @@ from fengine.worker.chunks import Chunk
 from fengine.worker.logits.logprobs import ASKED, asked_ids, prompt_rows
 from fengine.worker.step_input import Arrays, StepInput
 
-BY_ROW = frozenset({"processor", "mask", "logprobs", "input logprobs", "hidden states"})  # tables know all of others
+BY_ROW = frozenset({"processor", "logprobs", "input logprobs", "hidden states"})  # tables know all of others
 
 
 class Extras:

@@ -69,11 +69,14 @@ def pack(arrays: Arrays, targets: Iterable[Target]) -> None:
 
 
 class Place(NamedTuple):
-    """Where fields of one size lie: in all buffers, in each of the host's, in each of the device's."""
+    """Where fields of one size lie: in all buffers, in each of the host's, in each of the device's; and the bytes of
+    both that hold them."""
 
     slots: list[Slot]
     host: list[list[Target]]
     device: list[dict[str, Tensor]]
+    host_bytes: list[Tensor]
+    device_bytes: list[Tensor]
 
 
 class StaticBuffers:
@@ -94,7 +97,8 @@ class StaticBuffers:
             slots = layout(self.fields, sizes)
             host, device = [views(b, slots) for b in self.host], [views(b, slots) for b in self.device]
             targets = [[target_of(field, found[field.name].numpy()) for field, *_ in slots] for found in host]
-            self.places[key] = Place(slots, targets, device)
+            held = ([buffer[: slots[-1].end] for buffer in buffers] for buffers in (self.host, self.device))
+            self.places[key] = Place(slots, targets, device, *held)
         return self.places[key]
 
     def fill(self, arrays: Arrays, sizes: Sizes, turn: int) -> None:
@@ -102,13 +106,16 @@ class StaticBuffers:
 
     def send(self, turn: int, which: int, sizes: Sizes, lines: int | None = None) -> None:
         """Starts the copy of the host's buffer `turn` to the device's `which`; of the last field so many lines."""
-        last = self.place(sizes).slots[-1]
-        end = last.end if lines is None else last.start + (last.end - last.start) // last.shape[0] * lines
-        self.device[which][:end].copy_(self.host[turn][:end], non_blocking=True)
+        place = self.place(sizes)
+        host, device, last = place.host_bytes[turn], place.device_bytes[which], place.slots[-1]
+        if lines is not None:
+            end = last.start + (last.end - last.start) // last.shape[0] * lines
+            host, device = host[:end], device[:end]
+        device.copy_(host, non_blocking=True)
 
     def fetch(self, turn: int, which: int, sizes: Sizes) -> None:
-        end = self.place(sizes).slots[-1].end
-        self.host[turn][:end].copy_(self.device[which][:end], non_blocking=True)
+        place = self.place(sizes)
+        place.host_bytes[turn].copy_(place.device_bytes[which], non_blocking=True)
 
     def arrays(self, turn: int, sizes: Sizes) -> Arrays:
         return {target.name: target.array for target in self.place(sizes).host[turn]}

@@ -14,7 +14,7 @@ from grammar_walks import END, TOKENS, accepts, allowed, compiled, core_seconds,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fengine.core.masks import MaskRow
+from fengine.core.masks import MaskedDraft
 from fengine.core.request import Request, SamplingParams
 from fengine.errors import GrammarError, MissingExtraError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabulary
@@ -24,8 +24,6 @@ from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.detokenizer import token_texts
 from fengine.tokenizer.stop_regex import StopRegex
 from fengine.tokenizer.tokenizer import Tokenizer
-from fengine.worker.chunks import Chunk
-from fengine.worker.logits.structured import _mask_row
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -694,7 +692,7 @@ def test_texts_of_tokens_are_those_of_the_tokenizer(make: str, tmp_path: Any) ->
             continue  # not with these few tokens
         for seed in range(6):
             draw, cursor, ids = random.Random(seed), None, []
-            cursor = type(cursor_of(grammar))(grammar, [], [], [], True)
+            cursor = Cursor(grammar, [], [], [])
             for _ in range(12):
                 filled = masks([cursor], [ids[-1:] if ids else []])
                 if draw.random() < 0.3 or filled.errors:
@@ -735,17 +733,11 @@ OPEN = [
 ]
 
 
-def stands(grammar: Grammar, taken: list[int], barred: list[int], eager: bool) -> Cursor:
-    cursor = Cursor(grammar, [END], barred, [EARLY], eager)
-    cursor.take(list(taken))
-    return cursor
-
-
-def test_what_is_left_to_be_drawn_before_a_text_may_end() -> None:
-    for drawn, least in ((0, 2), (1, 1), (2, 0), (3, 0)):
-        new = Request("r", 4, [1] * (4 + drawn), SamplingParams(min_new_tokens=2), 0, 9, frozenset())
-        chunk = Chunk(0, new, 3 + drawn, 4 + drawn, 0, True, 1, None)
-        assert _mask_row(chunk, stands(compiled("regex", "a*b?"), [], [], True)).least == least
+def stands(grammar: Grammar, taken: list[int], barred: list[int], eager: bool, least: int) -> Cursor:
+    """As for a request that has drawn these tokens."""
+    params = SamplingParams(min_new_tokens=least, ignore_eos=not eager)
+    request = Request("r", 1, [0, *taken], params, 0, 9, frozenset([END]), early_ids=frozenset([EARLY]))
+    return grammar.cursor(request, barred)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -753,7 +745,7 @@ def test_masks_behind_drafts_are_those_behind_the_tokens(seed: int) -> None:
     """And each is what the matcher allows, with ends where the text may end, without what is barred or comes too early;
     guesses change nothing of where a request stands."""
     rng = random.Random(seed)
-    rows, meant, at = list[MaskRow](), dict[int, list[int]](), 3
+    cursors, drafts, meant, at = list[Cursor](), list[MaskedDraft](), dict[int, list[int]](), 3
     for i in range(3):
         grammar, barred, eager = compiled(*rng.choice(OPEN)), rng.choice([[], [BARRED], [END]]), rng.random() < 0.7
         path, least, known = list[int](), rng.randrange(5), rng.randrange(4)
@@ -763,9 +755,8 @@ def test_masks_behind_drafts_are_those_behind_the_tokens(seed: int) -> None:
         draft = path[known:]
         if draft and rng.random() < 0.3:
             draft[rng.randrange(len(draft))] = TOKENS.index(b"[[") if i else END
-        rows.append(
-            MaskRow(i, stands(grammar, path[:known], barred, eager), [], None, frozenset([END]), least, draft, at)
-        )
+        cursors.append(stands(grammar, path[:known], barred, eager, len(path[:known]) + least))
+        drafts += [MaskedDraft(i, draft, at)] * bool(draft)
         for k in range(len(draft) + 1):
             ids, complete = plain(grammar, [*path[:known], *draft[:k]])
             left = max(least - k, 0)
@@ -776,11 +767,11 @@ def test_masks_behind_drafts_are_those_behind_the_tokens(seed: int) -> None:
             if k < len(draft) and (draft[k] not in ids or not meant[i if k == 0 else at + k - 1]):
                 break
         at += len(draft)
-    taken = [list(row.cursor.tokens) for row in rows]
-    filled = fill(rows, ())
+    taken = [list(cursor.tokens) for cursor in cursors]
+    filled = fill(range(3), cursors, drafts)
     masks_of = dict(zip(filled.row_M.tolist(), filled.mask_MW, strict=True))
     assert {row: allowed(mask) for row, mask in masks_of.items()} == meant
-    assert [row.cursor.tokens for row in rows] == taken
+    assert [cursor.tokens for cursor in cursors] == taken
     assert filled.errors.keys() == {row for row, ids in meant.items() if not ids}
 
 
@@ -793,9 +784,11 @@ def plain(grammar: Grammar, taken: list[int]) -> tuple[list[int], bool]:
     return [id for id in allowed(words) if id < len(TOKENS)], matcher.is_accepting()
 
 
-def test_who_has_ended_goes_nowhere() -> None:
-    """What a row has drawn is taken by its cursor, unless it ends the request."""
-    for drawn, taken in ((TOKENS.index(b"b"), True), (END, False)):
-        cursor, fresh = cursor_of(compiled("regex", "a*b?a*")), [TOKENS.index(b"a")]
-        fill([MaskRow(0, cursor, fresh, 1, frozenset([END]), 0)], [7, drawn])
-        assert cursor.tokens == fresh + [drawn] * taken and cursor.error is None
+def test_a_row_takes_the_guesses_that_were_drawn_and_what_came_behind() -> None:
+    """Nothing where nothing was drawn since, or what was drawn ends the request."""
+    a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
+    for drawn in ([], [a], [a, a, b], [a, a, a, a], [a, a, END]):
+        cursor = stands(compiled("regex", "a*b?a*"), [a, a], [], True, 0)
+        fill([0], [cursor], [MaskedDraft(0, [a, a, a], 1)])
+        cursor.catch_up(2 + len(drawn), drawn[-1] if drawn else a)
+        assert cursor.tokens == [a, a] + drawn * (drawn[-1:] != [END]) and cursor.error is None

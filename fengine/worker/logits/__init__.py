@@ -13,4 +13,4 @@ from fengine.worker.step_input import LogitsStage
 def logits_stages(rows: int, vocab: int, device: torch.device) -> tuple[LogitsStage, ...]:
     """Of an engine with so many row slots, in the order that bits depend on."""
     tables = (rows, vocab, device)
-    return Penalties(*tables), LogitBias(*tables), Processors(), StructuredOutput(vocab)
+    return Penalties(*tables), LogitBias(*tables), Processors(), StructuredOutput(rows)

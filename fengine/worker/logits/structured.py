@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.core.masks import Grammar, MaskRow
+from fengine.core.masks import MaskedDraft
 from fengine.core.request import Request
 from fengine.errors import FengineError
 from fengine.models.kv_state import Tensors
-from fengine.ops.edit_logits import apply_bitmask, words
-from fengine.worker.chunks import Chunk
+from fengine.ops.edit_logits import apply_bitmask
 from fengine.worker.step_input import Arrays, Field, LogitsStage, Pad, StepInput, Write
 
 
@@ -24,36 +23,55 @@ class StructuredOutput(LogitsStage):
     name = "mask"
     fields = (Field("mask_row_M", torch.int32, -1), Field("mask_MW", torch.int32, Pad.NONE))
 
-    def __init__(self, vocab: int) -> None:
-        self.words = words(vocab)
+    def __init__(self, rows: int) -> None:
         self.cursors: dict[int, Any] = {}  # by row slot
+        self.guided_S = np.zeros(rows, np.bool_)
+        self.prompt_len_S = np.zeros(rows, np.int32)
 
     def admit(self, slot: int, new: Request) -> Sequence[Write]:
         self.cursors[slot] = cursor_of(new)
+        self.guided_S[slot], self.prompt_len_S[slot] = True, new.prompt_len
         return ()
 
     def release(self, slot: int) -> None:
         del self.cursors[slot]
+        self.guided_S[slot] = False
 
     def stage(self, step: StepInput, draws_R: np.ndarray) -> LogitsStage | None:
-        chunks = [chunk for chunk in step.chunks if chunk.draws and chunk.new.params.grammar is not None]
-        rows = [_mask_row(chunk, self.cursors[chunk.new.slot]) for chunk in chunks]
-        return Masks(chunks[0].new.params.grammar, rows) if chunks else None
+        own, arrays = step.rows - sum(len(draft) for _, draft in step.drafts), step.arrays
+        row_M = np.flatnonzero(self.guided_S.take(step.slot_R[:own]) & draws_R[:own])
+        if not len(row_M):
+            return None
+        last_M, slot_M = arrays["logit_index_R"].take(row_M), step.slot_R.take(row_M)
+        count_M = arrays["pos_R"].take(row_M) - self.prompt_len_S.take(slot_M)
+        lasts = [count_M, *(arrays[name].take(last_M) for name in ("token_T", "feed_from_T", "feed_index_T"))]
+        rows, drafts, at = row_M.tolist(), list[MaskedDraft](), own
+        for row, draft in step.drafts:
+            if row in rows:
+                drafts.append(MaskedDraft(rows.index(row), draft, at))
+            at += len(draft)
+        return Masks(row_M, [self.cursors[slot] for slot in slot_M.tolist()], lasts, drafts)
 
 
 class Masks(LogitsStage):
-    """The masks of one step. Modifies: itself, the cursors."""
+    """The masks of one step. `lasts` [M] of each: how many tokens its row has drawn before, and of the last of these
+    its id, whether the step before has drawn it, and in which row. Modifies: itself, the cursors."""
 
     name, fields, late = StructuredOutput.name, StructuredOutput.fields, True
 
-    def __init__(self, grammar: Grammar, rows: list[MaskRow]) -> None:
-        self.grammar, self.rows = grammar, rows
+    def __init__(
+        self, row_M: np.ndarray, cursors: Sequence[Any], lasts: Sequence[np.ndarray], drafts: Sequence[MaskedDraft]
+    ) -> None:
+        self.row_M, self.cursors, self.drafts = row_M, cursors, drafts
         self.failed: dict[int, FengineError] = {}
-        self.waits = any(row.fed is not None for row in rows)
+        self.waits = bool(lasts[2].any())
+        self.lasts = [array.tolist() for array in lasts]
 
     def late_fields(self, drawn: Sequence[int]) -> Arrays:
-        filled = self.grammar.masks(self.rows, drawn)
-        self.failed = dict(filled.errors)
+        for cursor, count, token, feeds, row in zip(self.cursors, *self.lasts, strict=True):
+            cursor.catch_up(count, drawn[row] if feeds else token)
+        filled = self.cursors[0].grammar.masks(self.row_M, self.cursors, self.drafts)
+        self.failed = filled.errors
         return {"mask_row_M": filled.row_M, "mask_MW": filled.mask_MW}
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
@@ -64,16 +82,7 @@ class Masks(LogitsStage):
 
 
 def cursor_of(request: Request) -> Any:
-    """Where the output of a request with a grammar begins."""
+    """Where its output stands in its grammar, as far as it is known."""
     params = request.params
     never = [id for id, bias in params.logit_bias if np.float32(bias) <= np.float32(-1e30)]  # nothing lifts it
-    return params.grammar.cursor(request.stop_ids, never, request.early_ids, not params.ignore_eos)
-
-
-def _mask_row(chunk: Chunk, cursor: Any) -> MaskRow:
-    new = chunk.new
-    known = new.token_ids[new.prompt_len + len(cursor.tokens) :]
-    least = max(new.params.min_new_tokens - (chunk.end - new.prompt_len), 0)
-    if chunk.fed is None and chunk.end > len(new.token_ids):  # tokens before were fed: the cursor has taken them then
-        known = [*chunk.kept, chunk.token]
-    return MaskRow(chunk.row, cursor, known, chunk.fed, new.stop_ids, least, chunk.draft, chunk.draft_row)
+    return params.grammar.cursor(request, never)
