@@ -18,6 +18,10 @@ function put(node, props, children) {
 }
 const el = (tag, props, ...children) => put(document.createElement(tag), props, children);
 const svg = (tag, props, ...children) => put(document.createElementNS(SVG, tag), props, children);
+const div = (cls, ...children) => el("div", { cls }, ...children);
+const span = (cls, ...children) => el("span", { cls }, ...children);
+const hint = (...children) => el("p", { cls: "muted small" }, ...children);
+const silent = (cls, ...children) => el("span", { cls, "aria-hidden": "true" }, ...children); // for eyes only
 
 const MINUS = "\u2212";
 const fixed = (x, digits = 4) => {
@@ -40,53 +44,32 @@ const micros = (us) =>
   us >= 1e6 ? (us / 1e6).toFixed(2) + " s" : us >= 1e3 ? (us / 1e3).toFixed(2) + " ms" : Math.round(us) + " µs";
 const many = (n, word) => `${whole(n)} ${word}${n === 1 ? "" : "s"}`;
 const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
+const plusMinus = (m) => short(m.value) + (m.stderr === null ? "" : ` ± ${short(m.stderr)}`);
 
 function visible(text) {
   // a text in which white space can be seen, for labels
   return text === "" ? "(nothing)" : text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥");
 }
-function table(heads, rows) {
-  const head = el(
-    "tr",
-    {},
-    heads.map((h) => el("th", { scope: "col", cls: h.num && "num" }, h.text ?? h)),
-  );
-  const body = rows.map((row) =>
-    el(
-      "tr",
-      {},
-      row.map((cell, i) => el("td", { cls: heads[i].num && "num" }, cell)),
-    ),
-  );
-  return el("div", { cls: "scroll", tabindex: "0" }, el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
+function table(heads, rows, cls = "scroll") {
+  const head = heads.map((h) => el("th", { scope: "col", cls: h.num && "num" }, h.text ?? h));
+  const line = (row) => row.map((cell, i) => el("td", { cls: heads[i].num && "num" }, cell));
+  const body = rows.map((row) => el("tr", {}, line(row)));
+  return el("div", { cls, tabindex: "0" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)));
 }
-function wideTable(heads, rows) {
-  const node = table(heads, rows);
-  node.classList.add("wide");
-  return node;
+const wideTable = (heads, rows) => table(heads, rows, "scroll wide");
+function pairTable(pairs, props) {
+  const rows = pairs.map(([key, value]) => el("tr", {}, el("td", { cls: "key" }, key), el("td", props, value)));
+  return el("table", {}, el("tbody", {}, rows));
 }
-const pill = (kind, text) =>
-  el("span", { cls: `pill k${kind}` }, el("span", { "aria-hidden": "true" }, SIGNS[kind]), text ?? KINDS[kind]);
-const card = (title, ...children) =>
-  el(
-    "section",
-    { cls: "card" },
-    title && el("div", { cls: "head" }, typeof title === "string" ? el("h2", {}, title) : title),
-    ...children,
-  );
-const noteList = (notes, kind) =>
-  notes.length > 0 &&
-  el(
-    "div",
-    { cls: `note ${kind || ""}`, role: "note" },
-    notes.length === 1
-      ? notes[0]
-      : el(
-          "ul",
-          {},
-          notes.map((n) => el("li", {}, n)),
-        ),
-  );
+const pill = (kind, text) => span(`pill k${kind}`, silent(null, SIGNS[kind]), text ?? KINDS[kind]);
+function card(title, ...children) {
+  const head = title && div("head", typeof title === "string" ? el("h2", {}, title) : title);
+  return el("section", { cls: "card" }, head, ...children);
+}
+function noteList(notes) {
+  const told = notes.length === 1 ? notes[0] : el("ul", {}, notes.map((n) => el("li", {}, n)));
+  return notes.length > 0 && el("div", { cls: "note", role: "note" }, told);
+}
 const button = (text, onclick, props) => el("button", { type: "button", cls: "quiet", onclick, ...props }, text);
 
 function choice(label, options, value, onpick) {
@@ -104,21 +87,16 @@ function copyable(text) {
       try {
         await navigator.clipboard.writeText(text);
       } catch {
-        const range = document.createRange();
-        range.selectNodeContents(code);
-        getSelection().removeAllRanges();
-        getSelection().addRange(range);
+        getSelection().selectAllChildren(code);
         document.execCommand("copy");
       }
       word.textContent = "Copied";
-      setTimeout(() => {
-        word.textContent = "Copy";
-      }, 1500);
+      setTimeout(() => (word.textContent = "Copy"), 1500);
     },
     { "aria-label": "Copy the command" },
   );
   const code = el("code", { tabindex: "0" }, text);
-  return el("div", { cls: "cmd" }, code, word);
+  return div("cmd", code, word);
 }
 
 // -- one tooltip, beside what it is about
@@ -130,16 +108,12 @@ function showTip(x, y, text) {
   tip.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - box.width - 8))}px`;
   tip.style.top = `${y + 18 + box.height > innerHeight ? Math.max(8, y - box.height - 10) : y + 18}px`;
 }
-const hideTip = () => {
-  tip.hidden = true;
-};
+const hideTip = () => (tip.hidden = true);
 addEventListener("scroll", hideTip, { capture: true, passive: true });
 
 // -- light and dark: the system's, or as chosen
 const drawn = new Set(); // what draws on canvases, and must again when colours or sizes change
-const redraw = () => {
-  for (const draw of drawn) draw();
-};
+const redraw = () => drawn.forEach((draw) => draw());
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let theme = "auto";
 const colours = new Map(); // of this theme, by name

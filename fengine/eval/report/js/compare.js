@@ -1,116 +1,71 @@
 // Two runs: whether they are the same, where they part, by how much, and why they may.
 function runLine(name, run) {
-  return el(
-    "div",
-    {},
+  const state = `${run.task[0]} on ${run.model}: ${many(run.here, "row")}${run.finished ? "" : " (not at its end)"}`,
+    counts = KINDS.map((k, i) => run.counts[k] > 0 && pill(i, `${whole(run.counts[k])} ${k}`)),
+    below = { style: { "margin-top": "8px" } };
+  return div(
+    null,
     el("h2", {}, `${name} · ${run.folder}`),
-    el(
-      "p",
-      { cls: "small" },
-      `${run.task[0]} on ${run.model}: ${many(run.here, "row")}${run.finished ? "" : " (not at its end)"}`,
-    ),
-    el(
-      "div",
-      { cls: "chips", style: { "margin-top": "6px" } },
-      KINDS.map((k, i) => run.counts[k] > 0 && pill(i, `${whole(run.counts[k])} ${k}`)),
-    ),
-    run.notes.length > 0 && el("div", { style: { "margin-top": "8px" } }, noteList(run.notes)),
+    el("p", { cls: "small" }, state),
+    el("div", { cls: "chips", style: { "margin-top": "6px" } }, counts),
+    run.notes.length > 0 && el("div", below, noteList(run.notes)),
   );
 }
-function diffSummary(data) {
-  const {
-      diff,
-      runs: [a, b],
-    } = data,
-    whatDiffers = Object.entries(diff.rows_with).map(([k, n]) => `${k} in ${many(n, "row")}`);
+// A paired difference as a row of `intervals`; d: {value, stderr, low, high, n, up, down}.
+const deltaRow = (name, d) => ({
+  label: name,
+  value: d.value,
+  low: d.low,
+  high: d.high,
+  hollow: d.low <= 0 && d.high >= 0,
+  figure: `${signed(d.value)} ± ${fixed(d.stderr)}`,
+  title:
+    `${signed(d.value)}, standard error ${fixed(d.stderr)}, ${many(d.n, "row")}` +
+    (d.up === null ? "" : `, ${d.up} up, ${d.down} down`),
+});
+function diffHead(diff) {
+  const same = `${many(diff.rows, "row")}, ${many(diff.tokens, "token")}, every bit of every logprob.`;
+  if (diff.same) return div("note good", el("b", {}, "The same. "), same);
+  const kinds = Object.entries(diff.rows_with).map(([k, n]) => `${k} in ${many(n, "row")}`),
+    differ = `${whole(diff.differing_rows)} of ${many(diff.rows, "row")} that both have differ`;
   const only = [
     ["A", diff.only_a, diff.only_a_ids],
     ["B", diff.only_b, diff.only_b_ids],
   ]
     .filter(([, n]) => n)
     .map(([name, n, ids]) => `Only in ${name}: ${many(n, "row")}: ${ids.join(", ")}${ids.length < n ? ", …" : ""}`);
-  const head = diff.same
-    ? el(
-        "div",
-        { cls: "note good" },
-        el("b", {}, "The same. "),
-        `${many(diff.rows, "row")}, ${many(diff.tokens, "token")}, every bit of every logprob.`,
-      )
-    : el(
-        "div",
-        { cls: "note bad" },
-        el(
-          "b",
-          {},
-          diff.rows
-            ? `${whole(diff.differing_rows)} of ${many(diff.rows, "row")} that both have differ`
-            : "The runs have no row in common.",
-        ),
-        whatDiffers.length > 0 && `: ${whatDiffers.join(", ")}.`,
-        only.map((o) => el("div", {}, o)),
-      );
-  const bins = diff.histogram.map(([low, high, n]) => [
-    low === 0 ? `< ${high.toExponential(0)}` : high === null ? `≥ ${low.toExponential(0)}` : low.toExponential(0),
-    n,
-  ]);
-  const metrics = Object.entries(diff.metrics).map(([name, d]) => ({
-    label: name,
-    value: d.value,
-    low: d.low,
-    high: d.high,
-    hollow: d.low <= 0 && d.high >= 0,
-    figure: `${signed(d.value)} ± ${fixed(d.stderr)}`,
-    title: `${signed(d.value)}, standard error ${fixed(d.stderr)}, ${many(d.n, "row")}${d.up === null ? "" : `, ${d.up} up, ${d.down} down`}`,
-  }));
-  return el(
-    "div",
-    { cls: "stack" },
-    head,
-    card(null, el("div", { cls: "pairs" }, runLine("A", a), runLine("B", b))),
-    el(
-      "div",
-      { cls: "cols" },
-      card(
-        "Why they may differ",
-        diff.causes.length
-          ? table(
-              ["in what they depend on", "A", "B"],
-              diff.causes.map((line) => {
-                const at = line.indexOf(": "),
-                  [x, y] = [line.slice(at + 2).split(" → ")].map((p) => [p[0], p.slice(1).join(" → ")])[0];
-                return [line.slice(0, at), el("code", {}, x), el("code", {}, y)];
-              }),
-            )
-          : el(
-              "p",
-              {},
-              diff.same
-                ? "Both depend on the same things."
-                : "By their manifests both depend on the same things, so that their records should be the same.",
-            ),
-      ),
-      card(
-        "Metrics, B − A",
-        el(
-          "p",
-          { cls: "muted small" },
-          "Over the rows that both have, with the standard error of the differences themselves; bars are 95 %. A hollow dot's interval holds zero.",
-        ),
-        fluid((w) => intervals(metrics, { zero: 0, width: w, describe: "Differences of metrics" }), 620),
-      ),
+  return div(
+    "note bad",
+    el("b", {}, diff.rows ? differ : "The runs have no row in common."),
+    kinds.length > 0 && `: ${kinds.join(", ")}.`,
+    only.map((o) => div(null, o)),
+  );
+}
+function causesCard(diff) {
+  const lines = diff.causes.map((line) => {
+    const at = line.indexOf(": "),
+      [first, ...rest] = line.slice(at + 2).split(" → ");
+    return [line.slice(0, at), el("code", {}, first), el("code", {}, rest.join(" → "))];
+  });
+  const none = diff.same
+    ? "Both depend on the same things."
+    : "By their manifests both depend on the same things, so that their records should be the same.";
+  const found = lines.length ? table(["in what they depend on", "A", "B"], lines) : el("p", {}, none);
+  return card("Why they may differ", found);
+}
+function histogramCard(diff) {
+  const power = (x) => x.toExponential(0),
+    name = (low, high) => (low === 0 ? `< ${power(high)}` : high === null ? `≥ ${power(low)}` : power(low)),
+    bins = diff.histogram.map(([low, high, n]) => [name(low, high), n]),
+    describe = "Histogram of differences of logprobs";
+  return card(
+    "How far logprobs differ",
+    hint(
+      `|Δ| of ${whole(diff.differing_logprobs)} of ${whole(diff.logprobs)} logprobs at equal tokens, `,
+      `${whole(diff.differing_bits)} bits in all; the largest is ${diff.largest_delta.toPrecision(3)}. `,
+      "Heights are square roots.",
     ),
-    diff.differing_logprobs > 0 &&
-      card(
-        "How far logprobs differ",
-        el(
-          "p",
-          { cls: "muted small" },
-          `|Δ| of ${whole(diff.differing_logprobs)} of ${whole(diff.logprobs)} logprobs at equal tokens, ${whole(diff.differing_bits)} bits in all; the largest is ${diff.largest_delta.toPrecision(3)}. Heights are square roots.`,
-        ),
-        fluid((w) =>
-          histogram(w < 520 ? thin(bins) : bins, { width: w, describe: "Histogram of differences of logprobs" }),
-        ),
-      ),
+    fluid((width) => histogram(width < 520 ? thin(bins) : bins, { width, describe })),
   );
 }
 function thin(bins) {
@@ -119,151 +74,90 @@ function thin(bins) {
   for (let i = 0; i < bins.length; i += 2) found.push([bins[i][0], bins[i][1] + (bins[i + 1]?.[1] || 0)]);
   return found;
 }
-function diffRows(data) {
-  const { firsts, differing_rows: count } = data.diff,
-    ctx = { vocab: data.vocab, recorded: firsts.some((f) => f.pair?.some((r) => r.a.some((a) => a.top))) };
-  const detail = el("div", { cls: "detail" }),
-    browse = el("div", { cls: "browse" });
-  const show = (one) => {
-    const heats = [],
-      pairs = [];
-    const close = () => {
-      browse.classList.remove("open");
-      list.focus();
-    };
-    const back = button("‹ All rows", close, { cls: "quiet back" });
-    if (one.pair) {
-      for (let i = 0; i < Math.max(one.pair[0].a.length, one.pair[1].a.length); i++) {
-        pairs.push(
-          el(
-            "div",
-            { cls: "pairs answer" },
-            one.pair.map((row, side) => {
-              const a = row.a[i];
-              if (!a) return el("div", {}, el("h3", {}, "AB"[side]), el("p", { cls: "muted" }, "no such answer"));
-              const at = one.token?.[0] === i ? one.token[1] : one.logprob?.[0] === i ? one.logprob[1] : undefined,
-                heat = a.k.length ? heatmap(ctx, a, { first: at }) : null;
-              if (heat) heats.push(heat);
-              return el(
-                "div",
-                {},
-                el("h3", {}, "AB"[side]),
-                answerHead(a, i, row),
-                heat ? heat.node : el("p", { cls: "muted" }, "No tokens."),
-              );
-            }),
-          ),
-        );
-      }
-    }
-    const places = [
-      one.token && `tokens part at answer ${one.token[0] + 1}, token ${one.token[1] + 1}`,
-      one.logprob && `bits of logprobs at answer ${one.logprob[0] + 1}, token ${one.logprob[1] + 1}`,
-      isNumber(one.largest) && one.largest > 0 && `largest |Δlogprob| ${one.largest.toPrecision(3)}`,
-      one.other.length > 0 && `also: ${one.other.join(", ")}`,
-    ].filter(Boolean);
-    const sides =
-      one.sides &&
-      el(
-        "div",
-        { cls: "pairs small", style: { "margin-top": "8px" } },
-        one.sides.map((d, side) =>
-          el(
-            "div",
-            { cls: "mono" },
-            `${"AB"[side]}  `,
-            d.token === null
-              ? "the answer has ended"
-              : `token ${d.token}, logprob ${d.logprob ?? "–"} ${d.bits ? `(${d.bits})` : ""}`,
-          ),
-        ),
-      );
-    const error = one.pair?.map(
-      (row, side) => row.e && el("div", { cls: "note bad" }, `${"AB"[side]}: ${row.e.join(": ")}`),
+function diffSummary({ diff, runs: [a, b] }) {
+  const metrics = Object.entries(diff.metrics).map(([name, d]) => deltaRow(name, d)),
+    metricsCard = card(
+      "Metrics, B − A",
+      hint(
+        "Over the rows that both have, with the standard error of the differences themselves; bars are 95 %. ",
+        "A hollow dot's interval holds zero.",
+      ),
+      fluid((width) => intervals(metrics, { zero: 0, width, describe: "Differences of metrics" }), 620),
     );
-    detail.replaceChildren(
-      back,
-      el(
-        "div",
-        { cls: "stack" },
-        card(
-          el("h2", {}, one.id),
-          el("p", { cls: "small" }, places.join(" · ")),
-          sides,
-          error,
-          one.pair?.[0].p
-            .filter((p) => p.length)
-            .map((p) => el("div", { style: { "margin-top": "10px" } }, promptBlock(ctx, p))),
-        ),
-        one.pair
-          ? pairs.length > 0 && card(null, measureBar(ctx, heats), pairs)
-          : el("p", { cls: "muted" }, "Too large for this file; megabytes=M makes room."),
-      ),
-    );
-  };
-  const list = el("div", {
-    cls: "card list",
-    role: "listbox",
-    "aria-label": "Rows that differ",
-    tabindex: "0",
-    style: { contain: "none" },
-  });
-  const items = firsts.map((one) =>
-    el(
-      "div",
-      {
-        cls: "item",
-        role: "option",
-        id: `differs-${firsts.indexOf(one)}`,
-        "aria-selected": "false",
-        style: { position: "relative" },
-        onclick: () => pick(items.indexOf(node(one))),
-      },
-      el("span", { cls: "sign", "aria-hidden": "true" }, one.token ? "≠" : one.logprob ? "≈" : "…"),
-      el("span", { cls: "id" }, one.id),
-      el(
-        "span",
-        { cls: "muted num" },
-        one.token ? `token ${one.token[1] + 1}` : one.logprob ? `token ${one.logprob[1] + 1}` : "",
-      ),
-      el(
-        "span",
-        { cls: "say" },
-        one.token ? "another token" : one.logprob ? "only bits of logprobs" : one.other.join(", "),
-      ),
-    ),
+  return div(
+    "stack",
+    diffHead(diff),
+    card(null, div("pairs", runLine("A", a), runLine("B", b))),
+    div("cols", causesCard(diff), metricsCard),
+    diff.differing_logprobs > 0 && histogramCard(diff),
   );
-  const node = (one) => items[firsts.indexOf(one)];
-  let at = 0;
-  function pick(i, open = true) {
-    at = Math.max(0, Math.min(items.length - 1, i));
-    items.forEach((item, k) => item.setAttribute("aria-selected", String(k === at)));
-    items[at].scrollIntoView({ block: "nearest" });
-    list.setAttribute("aria-activedescendant", items[at].id);
-    show(firsts[at]);
-    if (open) browse.classList.add("open");
-  }
-  list.addEventListener("keydown", (e) => {
-    const by = { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 }[e.key];
-    if (by) {
-      e.preventDefault();
-      pick(at + by, false);
-    } else if (e.key === "Enter") browse.classList.add("open");
-  });
-  list.append(...items);
-  browse.append(list, detail);
-  if (firsts.length) pick(0, false);
-  return firsts.length
-    ? el(
-        "div",
-        {},
-        count > firsts.length &&
-          el(
-            "div",
-            { cls: "note plain", style: { "margin-bottom": "14px" } },
-            `The first ${whole(firsts.length)} of ${whole(count)} rows that differ.`,
-          ),
-        browse,
-      )
-    : el("p", { cls: "muted" }, data.diff.rows ? "No row differs." : "The runs have no row in common.");
+}
+
+// One answer of both runs, beside one another.
+function answerPair(ctx, one, i, heats) {
+  const place = [one.token, one.logprob].find((found) => found?.[0] === i)?.[1];
+  const side = (row, name) => {
+    const a = row.a[i],
+      title = el("h3", {}, name);
+    if (!a) return div(null, title, el("p", { cls: "muted" }, "no such answer"));
+    const heat = a.k.length ? heatmap(ctx, a, { first: place }) : null;
+    if (heat) heats.push(heat);
+    return div(null, title, answerHead(a, i, row), tokensOf(heat));
+  };
+  return div("pairs answer", one.pair.map((row, k) => side(row, "AB"[k])));
+}
+function differing(ctx, one) {
+  const heats = [],
+    most = Math.max(0, ...(one.pair || []).map((row) => row.a.length)),
+    pairs = Array.from({ length: most }, (_, i) => answerPair(ctx, one, i, heats));
+  const places = [
+    one.token && `tokens part at answer ${one.token[0] + 1}, token ${one.token[1] + 1}`,
+    one.logprob && `bits of logprobs at answer ${one.logprob[0] + 1}, token ${one.logprob[1] + 1}`,
+    isNumber(one.largest) && one.largest > 0 && `largest |Δlogprob| ${one.largest.toPrecision(3)}`,
+    one.other.length > 0 && `also: ${one.other.join(", ")}`,
+  ].filter(Boolean);
+  const told = (d) =>
+    d.token === null
+      ? "the answer has ended"
+      : `token ${d.token}, logprob ${d.logprob ?? "–"} ${d.bits ? `(${d.bits})` : ""}`;
+  const sides = one.sides?.map((d, k) => div("mono", `${"AB"[k]}  `, told(d))),
+    errors = one.pair?.map((row, k) => row.e && div("note bad", `${"AB"[k]}: ${row.e.join(": ")}`)),
+    prompts = one.pair?.[0].p.filter((p) => p.length).map((p) => promptBlock(ctx, p));
+  return div(
+    "stack",
+    card(
+      el("h2", {}, one.id),
+      el("p", { cls: "small" }, places.join(" · ")),
+      sides && el("div", { cls: "pairs small", style: { "margin-top": "8px" } }, sides),
+      errors,
+      prompts?.map((prompt) => el("div", { style: { "margin-top": "10px" } }, prompt)),
+    ),
+    one.pair
+      ? pairs.length > 0 && card(null, measureBar(ctx, heats), pairs)
+      : el("p", { cls: "muted" }, "Too large for this file; megabytes=M makes room."),
+  );
+}
+function diffRows(data) {
+  const { firsts, differing_rows: count, rows } = data.diff;
+  if (!firsts.length) return el("p", { cls: "muted" }, rows ? "No row differs." : "The runs have no row in common.");
+  const recorded = firsts.some((f) => f.pair?.some((r) => r.a.some((a) => a.top))),
+    ctx = { vocab: data.vocab, recorded };
+  const parts = (one) => {
+    const [sign, text] = one.token
+      ? ["≠", "another token"]
+      : one.logprob
+        ? ["≈", "only bits of logprobs"]
+        : ["…", one.other.join(", ")];
+    const place = one.token || one.logprob;
+    const where = span("muted num", place ? `token ${place[1] + 1}` : "");
+    return [silent("sign", sign), span("id", one.id), where, span("say", text)];
+  };
+  const list = picker("Rows that differ", parts, (one) => differing(ctx, one));
+  list.fill(firsts.map((one, n) => Object.assign(one, { n })));
+  const note = `The first ${whole(firsts.length)} of ${whole(count)} rows that differ.`;
+  return div(
+    null,
+    count > firsts.length && el("div", { cls: "note plain", style: { "margin-bottom": "14px" } }, note),
+    list.node,
+  );
 }

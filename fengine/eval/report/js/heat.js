@@ -47,52 +47,42 @@ const MEASURES = {
 };
 let measure = "logprob";
 
+const tokenName = (ctx, id) => visible(tokenText(ctx, id) ?? `#${id}`);
+const chance = (lp) => (isNumber(lp) ? percent(Math.exp(lp)) : "–");
+
 function describeToken(ctx, a, i) {
   const text = tokenText(ctx, a.k[i]),
     top = a.top?.[i];
   const parts = [`${text === undefined ? "" : `“${visible(text)}”  `}id ${a.k[i]}, token ${i + 1}`];
-  if (isNumber(a.l[i])) parts.push(`logprob ${fixed(a.l[i])}  (${percent(Math.exp(a.l[i]))})`);
-  else parts.push("no logprob");
+  parts.push(isNumber(a.l[i]) ? `logprob ${fixed(a.l[i])}  (${chance(a.l[i])})` : "no logprob");
   if (top?.length) {
     const rank = rankOf(top, a.k[i]);
     parts.push(`rank ${rank === null ? `behind ${top.length}` : rank}, entropy ≥ ${fixed(entropyOf(top), 3)} nats`);
     for (const [lp, id] of top.slice(0, 6))
-      parts.push(
-        `${id === a.k[i] ? "▸ " : "   "}${visible(tokenText(ctx, id) ?? `#${id}`)}  ${isNumber(lp) ? percent(Math.exp(lp)) : "–"}`,
-      );
+      parts.push(`${id === a.k[i] ? "▸ " : "   "}${tokenName(ctx, id)}  ${chance(lp)}`);
   }
   return parts.join("\n");
 }
 function peekInto(box, ctx, a, i) {
   const text = tokenText(ctx, a.k[i]),
-    top = a.top?.[i];
-  const head = el(
-    "div",
-    {},
+    top = a.top?.[i] || [],
+    entropy = top.length ? ` · entropy ≥ ${fixed(entropyOf(top), 3)} nats` : "";
+  const head = div(
+    null,
     el("b", {}, text === undefined ? `#${a.k[i]}` : `“${visible(text)}”`),
-    el("span", { cls: "muted" }, `  token ${i + 1} of ${whole(a.m || a.k.length)} · id ${a.k[i]}`),
-    isNumber(a.l[i]) &&
-      el(
-        "div",
-        { cls: "num" },
-        `logprob ${fixed(a.l[i])} · probability ${percent(Math.exp(a.l[i]))}${top?.length ? ` · entropy ≥ ${fixed(entropyOf(top), 3)} nats` : ""}`,
-      ),
+    span("muted", `  token ${i + 1} of ${whole(a.m || a.k.length)} · id ${a.k[i]}`),
+    isNumber(a.l[i]) && div("num", `logprob ${fixed(a.l[i])} · probability ${chance(a.l[i])}${entropy}`),
   );
-  const bars = top?.length
-    ? el(
-        "div",
-        { cls: "top-k" },
-        top.map(([lp, id]) => {
-          const p = isNumber(lp) ? Math.exp(lp) : 0;
-          return [
-            el("span", { cls: `mono ${id === a.k[i] ? "hit" : ""}` }, visible(tokenText(ctx, id) ?? `#${id}`)),
-            el("i", { style: { width: `${Math.max(0.5, 100 * p)}%` } }),
-            el("span", { cls: "num" }, percent(p)),
-          ];
-        }),
-      )
-    : el("div", { cls: "muted" }, "The likeliest tokens beside it were not recorded: run with top_logprobs=5.");
-  box.replaceChildren(head, bars);
+  const bars = top.map(([lp, id]) => {
+    const p = isNumber(lp) ? Math.exp(lp) : 0;
+    return [
+      span(`mono ${id === a.k[i] ? "hit" : ""}`, tokenName(ctx, id)),
+      el("i", { style: { width: `${Math.max(0.5, 100 * p)}%` } }),
+      span("num", percent(p)),
+    ];
+  });
+  const missing = "The likeliest tokens beside it were not recorded: run with top_logprobs=5.";
+  box.replaceChildren(head, top.length ? div("top-k", bars) : div("muted", missing));
 }
 
 // marks: {first}: the place from which on this answer differs from another one.
@@ -100,12 +90,13 @@ function heatmap(ctx, a, marks = {}) {
   const peek = el(
     "div",
     { cls: "peek", "aria-live": "polite", hidden: marks.quiet },
-    el("span", { cls: "muted" }, "Choose a token to look into it; arrow keys go on."),
+    span("muted", "Choose a token to look into it; arrow keys go on."),
   );
   const flow = el("div", { cls: "heat", role: "group", "aria-label": "Tokens of the answer" });
-  let drawnTokens = 0,
-    at = -1;
-  const spans = [];
+  const spans = [],
+    more = button("", draw, { style: { "margin-top": "8px" } }),
+    heat = (i) => MEASURES[measure].of(a, i).toFixed(3);
+  let at = -1;
   const pick = (i, focus) => {
     if (i < 0 || i >= spans.length) return;
     if (at >= 0) {
@@ -119,52 +110,34 @@ function heatmap(ctx, a, marks = {}) {
     peek.hidden = false;
     peekInto(peek, ctx, a, i);
   };
-  const more = button("", () => draw(), { style: { "margin-top": "8px" } });
+  const inside = (text) =>
+    /^\s*$/.test(text)
+      ? span("ws", visible(text).replace("(nothing)", "∅"))
+      : SPECIAL.test(text) ? span("sp", text) : text;
+  function token(i) {
+    const text = tokenText(ctx, a.k[i]),
+      cls = `tok${text === undefined ? " id" : ""}${marks.first === i ? " off" : ""}`,
+      props = { cls, tabindex: i ? -1 : 0, role: "button", "data-i": i, style: { "--h": heat(i) } };
+    return el("span", props, text === undefined ? `#${a.k[i]}` : inside(text));
+  }
   function draw() {
-    const end = Math.min(a.k.length, drawnTokens + MOST_TOKENS),
-      batch = document.createDocumentFragment();
-    for (let i = drawnTokens; i < end; i++) {
-      const text = tokenText(ctx, a.k[i]),
-        known = text !== undefined;
-      const blank = known && /^\s*$/.test(text);
-      const parts = !known
-        ? `#${a.k[i]}`
-        : blank
-          ? el("span", { cls: "ws" }, visible(text).replace("(nothing)", "∅"))
-          : SPECIAL.test(text)
-            ? el("span", { cls: "sp" }, text)
-            : text;
-      const span = el(
-        "span",
-        {
-          cls: `tok${known ? "" : " id"}${marks.first === i ? " off" : ""}`,
-          tabindex: i ? -1 : 0,
-          role: "button",
-          "data-i": i,
-        },
-        parts,
-      );
-      span.style.setProperty("--h", MEASURES[measure].of(a, i).toFixed(3));
-      spans.push(span);
-      batch.append(span);
-      if (blank && text.includes("\n")) batch.append("\n");
+    const end = Math.min(a.k.length, spans.length + MOST_TOKENS);
+    for (let i = spans.length; i < end; i++) {
+      const text = tokenText(ctx, a.k[i]) ?? "";
+      spans.push(token(i));
+      flow.append(spans[i], ...(text.includes("\n") && !text.trim() ? ["\n"] : []));
     }
-    drawnTokens = end;
-    flow.append(batch);
     more.textContent = `Show more (${whole(a.k.length - end)} tokens)`;
     more.hidden = end >= a.k.length;
   }
+  const under = (e) => e.target.closest(".tok")?.dataset.i;
   flow.addEventListener("mouseover", (e) => {
-    const i = e.target.closest(".tok")?.dataset.i;
-    if (i !== undefined) showTip(e.clientX, e.clientY, describeToken(ctx, a, Number(i)));
+    if (under(e) !== undefined) showTip(e.clientX, e.clientY, describeToken(ctx, a, Number(under(e))));
   });
   flow.addEventListener("mouseleave", hideTip);
   flow.addEventListener("click", (e) => {
-    const i = e.target.closest(".tok")?.dataset.i;
-    if (i !== undefined) {
-      hideTip();
-      pick(Number(i), true);
-    }
+    hideTip();
+    if (under(e) !== undefined) pick(Number(under(e)), true);
   });
   flow.addEventListener("keydown", (e) => {
     const by = { ArrowRight: 1, ArrowLeft: -1, Enter: 0, " ": 0 }[e.key];
@@ -174,7 +147,7 @@ function heatmap(ctx, a, marks = {}) {
     }
   });
   draw();
-  const recolour = () => spans.forEach((s, i) => s.style.setProperty("--h", MEASURES[measure].of(a, i).toFixed(3)));
+  const recolour = () => spans.forEach((s, i) => s.style.setProperty("--h", heat(i)));
   if (marks.first !== undefined && marks.first < spans.length) pick(marks.first, false);
-  return { node: el("div", {}, flow, more, peek), recolour };
+  return { node: div(null, flow, more, peek), recolour };
 }
