@@ -61,6 +61,8 @@ function pairTable(pairs, props) {
   const rows = pairs.map(([key, value]) => el("tr", {}, el("td", { cls: "key" }, key), el("td", props, value)));
   return el("table", {}, el("tbody", {}, rows));
 }
+const termList = (cls, pairs) =>
+  el("dl", { cls }, pairs.map(([term, text]) => div(null, el("dt", {}, term), el("dd", {}, text))));
 const pill = (kind, text) => span(`pill k${kind}`, silent(null, SIGNS[kind]), text ?? KINDS[kind]);
 function card(title, ...children) {
   const head = title && div("head", typeof title === "string" ? el("h2", {}, title) : title);
@@ -70,6 +72,7 @@ function noteList(notes) {
   const told = notes.length === 1 ? notes[0] : el("ul", {}, notes.map((n) => el("li", {}, n)));
   return notes.length > 0 && el("div", { cls: "note", role: "note" }, told);
 }
+const folded = (head, ...children) => el("details", {}, el("summary", {}, head), ...children);
 const button = (text, onclick, props) => el("button", { type: "button", cls: "quiet", onclick, ...props }, text);
 
 function choice(label, options, value, onpick) {
@@ -109,6 +112,15 @@ function showTip(x, y, text) {
   tip.style.top = `${y + 18 + box.height > innerHeight ? Math.max(8, y - box.height - 10) : y + 18}px`;
 }
 const hideTip = () => (tip.hidden = true);
+function hover(node, words) {
+  // what `words` tells of the place under the pointer, if it does
+  node.addEventListener("mousemove", (e) => {
+    const text = words(e);
+    if (text) showTip(e.clientX, e.clientY, text);
+    else hideTip();
+  });
+  node.addEventListener("mouseleave", hideTip);
+}
 addEventListener("scroll", hideTip, { capture: true, passive: true });
 
 // -- light and dark: the system's, or as chosen

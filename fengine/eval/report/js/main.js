@@ -1,57 +1,53 @@
-// Which views there are, and the one that is shown.
-function viewsOf(data) {
-  if (data.kind === "run") {
-    const run = data.run;
-    let rows = null;
-    const theRows = () => (rows ||= rowsView(run));
-    const go = (kind) => {
-      show("rows");
-      theRows().pick(kind);
-    };
-    const goto = (id) => {
-      if (run.rows_here.items.some((r) => r.i === id)) {
-        show("rows");
-        theRows().show(id);
-      }
-    };
-    return [
+// What the page is about: its title, where that lies, and its views: [name, title, how it is made, how it shows an id].
+function ofRun({ run }) {
+  let rows = null;
+  const theRows = () => (rows ||= rowsView(run));
+  const go = (kind) => {
+    show("rows");
+    theRows().pick(kind);
+  };
+  const goto = (id) => {
+    if (!run.rows_here.items.some((r) => r.i === id)) return;
+    show("rows");
+    theRows().show(id);
+  };
+  return [
+    `${run.task[0]} on ${run.model}`,
+    run.folder,
+    [
       ["summary", "Summary", () => summaryView(run, go)],
       ["rows", "Rows", () => theRows().node, (id) => theRows().show(id)],
       ["schedule", "Schedule", () => scheduleView(run, goto)],
-    ];
-  }
-  if (data.kind === "diff")
-    return [
-      ["summary", "Difference", () => diffSummary(data)],
-      ["rows", "Rows that differ", () => diffRows(data)],
-      ["a", "A", () => summaryView(data.runs[0], () => {})],
-      ["b", "B", () => summaryView(data.runs[1], () => {})],
-    ];
-  return [
-    ["summary", "Metrics", () => sweepView(data.sweep)],
-    [
-      "deltas",
-      "Differences",
-      () =>
-        el(
-          "div",
-          { cls: "stack" },
-          deltaView(data.sweep) || el("p", { cls: "muted" }, "No two points have rows of the same input."),
-          gridView(data.sweep),
-        ),
     ],
   ];
 }
-const views = viewsOf(DATA),
+const ofTwo = (data) => [
+  "Difference of two runs",
+  data.runs.map((run) => run.folder).join(" ↔ "),
+  [
+    ["summary", "Difference", () => diffSummary(data)],
+    ["rows", "Rows that differ", () => diffRows(data)],
+    ...["a", "b"].map((name, i) => [name, name.toUpperCase(), () => summaryView(data.runs[i], () => {})]),
+  ],
+];
+function ofSweep({ sweep }) {
+  const none = el("p", { cls: "muted" }, "No two points have rows of the same input.");
+  return [
+    "Sweep",
+    `${many(sweep.points.length, "point")} in ${sweep.folder}`,
+    [
+      ["summary", "Metrics", () => sweepView(sweep)],
+      ["deltas", "Differences", () => div("stack", deltaView(sweep) || none, gridView(sweep))],
+    ],
+  ];
+}
+const [title, where, views] = { run: ofRun, diff: ofTwo, sweep: ofSweep }[DATA.kind](DATA),
   made = new Map(),
   panel = el("div", { id: "panel", role: "tabpanel" });
-const tabs = views.map(([name, title]) =>
-  el(
-    "button",
-    { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "panel", onclick: () => show(name) },
-    title,
-  ),
-);
+const tabs = views.map(([name, text]) => {
+  const props = { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "panel", onclick: () => show(name) };
+  return el("button", props, text);
+});
 
 function unescaped(text) {
   try {
@@ -89,14 +85,9 @@ addEventListener("hashchange", () => {
   if (location.hash !== "#main") show(location.hash.slice(1));
 });
 document.title = DATA.title;
-document.getElementById("title").textContent =
-  DATA.kind === "run"
-    ? `${DATA.run.task[0]} on ${DATA.run.model}`
-    : DATA.kind === "diff"
-      ? "Difference of two runs"
-      : "Sweep";
+document.getElementById("title").textContent = title;
 document.getElementById("subtitle").textContent =
-  `${DATA.kind === "run" ? DATA.run.folder : DATA.kind === "sweep" ? `${many(DATA.sweep.points.length, "point")} in ${DATA.sweep.folder}` : `${DATA.runs[0].folder} ↔ ${DATA.runs[1].folder}`} · written ${DATA.made.slice(0, 16).replace("T", " ")} UTC by fengine ${DATA.fengine}`;
+  `${where} · written ${DATA.made.slice(0, 16).replace("T", " ")} UTC by fengine ${DATA.fengine}`;
 applyTheme();
 show(location.hash.slice(1));
 document.documentElement.dataset.ready = String(Math.round(performance.now()));

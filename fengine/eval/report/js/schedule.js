@@ -4,12 +4,12 @@ const ofRequest = (place) => TRACE_COLOURS[place % TRACE_COLOURS.length];
 const STEP_NAMES = ["decode", "prefill", "mixed"],
   STEP_INKS = ["--decode", "--prefill", "--mixed"];
 
-// A canvas that is sharp, and painted again when its size, the colours, or what `shows` tells have changed. With `state`
+// A canvas that is sharp, painted again when its size, the colours, or what `shows` tells have changed. With `state`
 // the cursor lies above it, so that moving it paints nothing. `draw` reads no layout: it is called at every frame.
 function surface(height, paint, shows = () => [], state = null) {
   const canvas = el("canvas", {}),
-    cursor = state && el("div", { cls: "cursor" }),
-    node = el("div", { cls: "surface" }, canvas, cursor),
+    cursor = state && div("cursor"),
+    node = div("surface", canvas, cursor),
     pen = canvas.getContext("2d");
   let width = 0,
     known = "";
@@ -22,8 +22,7 @@ function surface(height, paint, shows = () => [], state = null) {
       repaint(pen, paint, width, tall);
     }
     if (!cursor) return;
-    const a = state.axis.px(state.axis.left(state.step), width),
-      wide = Math.max(1, state.axis.px(state.axis.right(state.step), width) - a);
+    const [a, wide] = state.axis.span(state.step, state.step, width, 1);
     cursor.style.transform = `translateX(${a}px)`;
     cursor.style.width = `${wide.toFixed(2)}px`;
   };
@@ -48,24 +47,30 @@ function repaint(pen, paint, width, height) {
   paint(pen, width, height);
   pen.restore();
 }
-const shown = ({ axis }) => [axis.by, axis.from, axis.to];
-const keyOf = (ink, text) =>
-  el("span", { cls: "lk" }, el("i", { style: { background: ink }, "aria-hidden": "true" }), text);
-const plot = (label, keys, node) =>
-  el("div", { cls: "plot" }, el("div", { cls: "lab" }, el("span", {}, label), el("span", {}, keys)), node);
+const inkOf = (ink) => el("i", { style: { background: ink }, "aria-hidden": "true" });
+const keyOf = (ink, text) => span("lk", inkOf(ink), text);
+const hatchKey = (text) => span("lk", el("i", { cls: "hatch", "aria-hidden": "true" }), text);
+const plot = (label, keys, node) => div("plot", div("lab", span(null, label), span(null, keys)), node);
 
 // Steps on an axis of time or of steps, from `from` to `to`.
 function axisOf(session) {
   const { t, d } = session.steps,
     n = t.length;
   const axis = { by: "steps", n, from: 0, to: n };
-  const end = (s) => t[s] + Math.max(d[s], 1);
+  const end = (s) => t[s] + Math.max(d[s], 1),
+    whole = () => (axis.by === "steps" ? [0, n] : [t[0], end(n - 1)]),
+    left = (s) => (axis.by === "steps" ? s : s < n ? t[s] : end(n - 1)),
+    right = (s) => (axis.by === "steps" ? s + 1 : s < n ? end(s) : end(n - 1)),
+    px = (v, width) => ((v - axis.from) / (axis.to - axis.from)) * width;
   axis.reset = () => {
-    [axis.from, axis.to] = axis.by === "steps" ? [0, n] : [t[0], end(n - 1)];
+    [axis.from, axis.to] = whole();
   };
-  axis.left = (s) => (axis.by === "steps" ? s : s < n ? t[s] : end(n - 1));
-  axis.right = (s) => (axis.by === "steps" ? s + 1 : s < n ? end(s) : end(n - 1));
-  axis.px = (v, width) => ((v - axis.from) / (axis.to - axis.from)) * width;
+  axis.x = (s, width) => px(left(s), width); // where a step begins
+  // where these steps begin, and how wide they are: at least so wide, with a gap behind them
+  axis.span = (first, last, width, least = 0, gap = 0) => {
+    const a = px(left(first), width);
+    return [a, Math.max(least, px(right(last), width) - a - gap)];
+  };
   axis.at = (x, width) => {
     // the step under a place
     const v = axis.from + (x / width) * (axis.to - axis.from);
@@ -79,9 +84,12 @@ function axisOf(session) {
     }
     return low;
   };
+  axis.inSight = function* (width) {
+    for (let s = axis.at(0, width); s < n && left(s) <= axis.to; s++) yield s;
+  };
   axis.zoom = (factor, s) => {
-    const [least, most] = axis.by === "steps" ? [0, n] : [t[0], end(n - 1)],
-      middle = (axis.left(s) + axis.right(s)) / 2;
+    const [least, most] = whole(),
+      middle = (left(s) + right(s)) / 2;
     const span = Math.min(most - least, Math.max((most - least) / Math.max(1, n / 8), (axis.to - axis.from) * factor));
     axis.from = Math.max(least, Math.min(most - span, middle - span / 2));
     axis.to = axis.from + span;
@@ -89,160 +97,146 @@ function axisOf(session) {
   axis.follow = (s) => {
     // brings a step into sight
     const span = axis.to - axis.from;
-    if (axis.left(s) < axis.from || axis.right(s) > axis.to) {
+    if (left(s) < axis.from || right(s) > axis.to) {
       axis.zoom(1, s);
       axis.to = axis.from + span;
     }
   };
   return axis;
 }
+
+// A surface over the axis of a session, with the cursor above it; `more` of what its picture depends on.
+function timed(state, height, paint, more = () => []) {
+  const shows = () => [state.axis.by, state.axis.from, state.axis.to, ...more()];
+  return surface(height, paint, shows, state);
+}
 function stepsPlot(session, state) {
   const { tok, k, guess, right } = session.steps,
     most = Math.max(1, ...tok),
     guesses = guess.some(Boolean) ? [["guesses that were right", "--right"], ["wrong", "--wrong"]] : [];
-  const { node, draw } = surface(
-    84,
-    (pen, width, height) => {
-      const inks = STEP_INKS.map(colour),
-        { axis } = state;
-      for (let s = axis.at(0, width); s < axis.n && axis.left(s) <= axis.to; s++) {
-        const a = axis.px(axis.left(s), width),
-          b = axis.px(axis.right(s), width),
-          tall = Math.max(2, (tok[s] / most) * (height - 4));
-        const wide = Math.max(0.7, b - a - (b - a > 4 ? 1 : 0)),
-          part = tall / Math.max(1, tok[s]);
-        pen.fillStyle = inks[k[s]];
-        pen.fillRect(a, height - tall, wide, tall);
-        guesses.forEach(([, ink], i) => {
-          pen.fillStyle = colour(ink);
-          pen.fillRect(a, height - tall, wide, part * (i ? guess[s] - right[s] : guess[s]));
-        });
-      }
-    },
-    () => shown(state),
-    state,
-  );
+  const paint = (pen, width, height) => {
+    for (const s of state.axis.inSight(width)) {
+      const tall = Math.max(2, (tok[s] / most) * (height - 4)),
+        [a, room] = state.axis.span(s, s, width),
+        wide = Math.max(0.7, room - (room > 4 ? 1 : 0)),
+        part = tall / Math.max(1, tok[s]);
+      pen.fillStyle = colour(STEP_INKS[k[s]]);
+      pen.fillRect(a, height - tall, wide, tall);
+      guesses.forEach(([, ink], i) => {
+        pen.fillStyle = colour(ink);
+        pen.fillRect(a, height - tall, wide, part * (i ? guess[s] - right[s] : guess[s]));
+      });
+    }
+  };
+  const { node, draw } = timed(state, 84, paint),
+    keys = [...STEP_NAMES.map((name, i) => [name, STEP_INKS[i]]), ...guesses];
   state.parts.push(draw);
-  return plot(
-    `Tokens of each step, up to ${whole(most)}`,
-    [...STEP_NAMES.map((name, i) => [name, STEP_INKS[i]]), ...guesses].map(([name, ink]) => keyOf(`var(${ink})`, name)),
-    node,
-  );
+  return plot(`Tokens of each step, up to ${whole(most)}`, keys.map(([name, ink]) => keyOf(`var(${ink})`, name)), node);
 }
 function gaugesPlot(session, state) {
   const { run, wait, held, idle } = session.steps,
     pool = Math.max(1, session.pool),
     most = Math.max(1, ...run, ...wait);
-  const lines = [
+  const gauges = [
     ["running", run, most, "--decode"],
     ["waiting", wait, most, "--prefill"],
     ["pages held", held, pool, "--right"],
     ["pages only cached", idle, pool, "--scored"],
   ];
-  const { node, draw } = surface(
-    84,
-    (pen, width, height) => {
-      const { axis } = state;
-      for (const [, values, top, ink] of lines) {
-        pen.strokeStyle = colour(ink);
-        pen.lineWidth = 1.6;
-        pen.beginPath();
-        for (let s = axis.at(0, width); s < axis.n && axis.left(s) <= axis.to; s++) {
-          const y = height - 3 - (values[s] / top) * (height - 8);
-          pen.lineTo(axis.px(axis.left(s), width), y);
-          pen.lineTo(axis.px(axis.right(s), width), y);
-        }
-        pen.stroke();
+  const paint = (pen, width, height) => {
+    for (const [, values, top, ink] of gauges) {
+      pen.strokeStyle = colour(ink);
+      pen.lineWidth = 1.6;
+      pen.beginPath();
+      for (const s of state.axis.inSight(width)) {
+        const y = height - 3 - (values[s] / top) * (height - 8),
+          [a, wide] = state.axis.span(s, s, width);
+        pen.lineTo(a, y);
+        pen.lineTo(a + wide, y);
       }
-    },
-    () => shown(state),
-    state,
-  );
+      pen.stroke();
+    }
+  };
+  const { node, draw } = timed(state, 84, paint),
+    label = `Requests, up to ${whole(most)}, and pages, of ${whole(session.pool)}`;
   state.parts.push(draw);
-  return plot(
-    `Requests, up to ${whole(most)}, and pages, of ${whole(session.pool)}`,
-    lines.map(([name, , , ink]) => keyOf(`var(${ink})`, name)),
-    node,
-  );
+  return plot(label, gauges.map(([name, , , ink]) => keyOf(`var(${ink})`, name)), node);
+}
+
+// Requests below one another, more than fit: a canvas that stays in sight while its frame scrolls. `paint` draws the
+// line of one of them, at this height. `make` makes the surface.
+function scroller(rows, line, most, paint, make) {
+  const tall = rows.length * line + 4,
+    view = Math.min(most, tall),
+    props = { cls: "gantt", role: "group", tabindex: "0", "aria-label": `${rows.length} requests over time` },
+    frame = el("div", { ...props, style: { height: `${view}px` } });
+  let top = 0;
+  const inside = (pen, width, height) => {
+    const end = Math.min(rows.length, Math.ceil((top + height) / line));
+    for (let i = Math.floor(top / line); i < end; i++) paint(pen, width, i, i * line - top + 1);
+  };
+  const { node, canvas, draw } = make(view - 2, inside, () => [top]);
+  frame.append(node, el("div", { style: { height: `${Math.max(0, tall - view - 2)}px` } }));
+  const scrolled = () => {
+    top = frame.scrollTop;
+    draw();
+  };
+  frame.addEventListener("scroll", scrolled, { passive: true });
+  const under = (e) => Math.floor((e.clientY - frame.getBoundingClientRect().top + frame.scrollTop) / line);
+  const follow = (i) => {
+    const y = i * line;
+    if (y < top - line || y > top + view - 3 * line) frame.scrollTop = Math.max(0, y - line);
+  };
+  return { frame, canvas, draw, under, follow };
 }
 function ganttPlot(session, state) {
   const rows = session.requests,
+    { axis } = state,
     line = rows.length > 400 ? 7 : rows.length > 80 ? 11 : 16,
-    view = Math.min(320, rows.length * line + 4);
-  const frame = el("div", { cls: "gantt", role: "group", tabindex: "0", "aria-label": `${rows.length} requests over time` });
-  let top = 0;
-  const paint = (pen, width, height) => {
-    const { axis } = state,
-      inks = [colour("--decode"), colour("--prefill")],
-      ink = colour("--ink");
-    for (let i = Math.floor(top / line); i < Math.min(rows.length, Math.ceil((top + height) / line)); i++) {
-      const y = i * line - top + 1,
-        tall = line - (line > 8 ? 3 : 1);
-      if (i === state.request) {
-        pen.fillStyle = colour("--tint");
-        pen.fillRect(0, y - 1, width, line);
-      }
-      for (const [kind, s0, s1] of rows[i].seg) {
-        const a = axis.px(axis.left(s0), width),
-          b = axis.px(axis.right(s1), width);
-        if (b < 0 || a > width) continue;
-        pen.fillStyle = inks[kind];
-        pen.fillRect(a, y, Math.max(1, b - a - 0.5), tall);
-      }
-      pen.fillStyle = ink;
-      for (const s of rows[i].pre) pen.fillRect(axis.px(axis.left(s), width) - 1, y - 1, 2.5, tall + 2);
-      if (line >= 11) {
-        // whose it is, at the colour of its pages
-        const a = Math.max(0, axis.px(axis.left(rows[i].seg[0]?.[1] ?? 0), width) - 5);
-        pen.fillStyle = ofRequest(i);
-        pen.fillRect(a, y, 3, tall);
-      }
+    tall = line - (line > 8 ? 3 : 1);
+  const paint = (pen, width, i, y) => {
+    if (i === state.request) {
+      pen.fillStyle = colour("--tint");
+      pen.fillRect(0, y - 1, width, line);
+    }
+    for (const [kind, s0, s1] of rows[i].seg) {
+      const [a, wide] = axis.span(s0, s1, width, 1, 0.5);
+      if (a > width || a + wide < 0) continue;
+      pen.fillStyle = colour(kind ? "--prefill" : "--decode");
+      pen.fillRect(a, y, wide, tall);
+    }
+    pen.fillStyle = colour("--ink");
+    for (const s of rows[i].pre) pen.fillRect(axis.x(s, width) - 1, y - 1, 2.5, tall + 2);
+    if (line >= 11) {
+      // whose it is, at the colour of its pages
+      pen.fillStyle = ofRequest(i);
+      pen.fillRect(Math.max(0, axis.x(rows[i].seg[0]?.[1] ?? 0, width) - 5), y, 3, tall);
     }
   };
-  const { node, canvas, draw } = surface(view - 2, paint, () => [...shown(state), state.request, top], state);
-  frame.style.height = `${view}px`;
-  frame.append(node, el("div", { style: { height: `${Math.max(0, rows.length * line - view + 2)}px` } }));
-  frame.addEventListener(
-    "scroll",
-    () => {
-      top = frame.scrollTop;
-      draw();
-    },
-    { passive: true },
-  );
-  const under = (e) => Math.floor((e.clientY - frame.getBoundingClientRect().top + frame.scrollTop) / line);
-  canvas.addEventListener("mousemove", (e) => {
-    const i = under(e),
-      one = rows[i];
-    if (!one) return hideTip();
-    const s = state.axis.at(e.offsetX, canvas.clientWidth),
-      part = one.seg.find(([, a, b]) => a <= s && s <= b);
-    showTip(
-      e.clientX,
-      e.clientY,
-      `${requestName(one)}\nstep ${session.steps.n[s]}: ${part ? segmentWords(part, s) : one.pre.includes(s) ? "preempted" : "not in this step"}`,
-    );
+  const make = (height, inside, more) => timed(state, height, inside, () => [state.request, ...more()]),
+    { frame, canvas, draw, under, follow } = scroller(rows, line, 320, paint, make);
+  hover(canvas, (e) => {
+    const one = rows[under(e)];
+    if (!one) return null;
+    const s = axis.at(e.offsetX, canvas.clientWidth),
+      part = one.seg.find(([, a, b]) => a <= s && s <= b),
+      words = part ? segmentWords(part, s) : one.pre.includes(s) ? "preempted" : "not in this step";
+    return `${requestName(one)}\nstep ${session.steps.n[s]}: ${words}`;
   });
-  canvas.addEventListener("mouseleave", hideTip);
   canvas.addEventListener("click", (e) => {
     if (rows[under(e)]) state.request = state.request === under(e) ? null : under(e);
-    state.go(state.axis.at(e.offsetX, canvas.clientWidth));
+    state.go(axis.at(e.offsetX, canvas.clientWidth));
   });
   canvas.dataset.own = "1";
   state.parts.push(() => {
     // brings a request of the step into sight
-    const at = rows.findIndex((one) => one.seg.some(([, a, b]) => a <= state.step && state.step <= b)),
-      y = at * line;
-    if (at >= 0 && state.followed !== state.step && (y < top - line || y > top + view - 3 * line))
-      frame.scrollTop = Math.max(0, y - line);
+    const at = rows.findIndex((one) => one.seg.some(([, a, b]) => a <= state.step && state.step <= b));
+    if (at >= 0 && state.followed !== state.step) follow(at);
     state.followed = state.step;
     draw();
   });
-  return plot(
-    many(rows.length, "request"),
-    [keyOf("var(--prefill)", "prefill"), keyOf("var(--decode)", "decode"), keyOf("var(--ink)", "preempted")],
-    frame,
-  );
+  const keys = [keyOf("var(--prefill)", "prefill"), keyOf("var(--decode)", "decode"), keyOf("var(--ink)", "preempted")];
+  return plot(many(rows.length, "request"), keys, frame);
 }
 const requestName = (one) =>
   one.id === undefined ? `request ${one.n}` : `request ${one.n} · row ${one.row + 1} · ${one.id}`;

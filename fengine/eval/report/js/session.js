@@ -1,125 +1,113 @@
 // One session of the schedule: its plots under one cursor, and what the step at the cursor was.
 const FACTS_MS = 100; // between two tables of a step
+const MOST_ROWS = 40; // of such a table
+const PHASES = ["queue", "prefill", "decode"];
 
+function factsOf({ steps }, s) {
+  const facts = [
+    ["step", whole(steps.n[s])],
+    ["kind", STEP_NAMES[steps.k[s]]],
+    ["took", micros(steps.d[s])],
+    ["tokens", whole(steps.tok[s])],
+    ...(steps.guess[s] ? [["guesses, right", `${whole(steps.guess[s])}, ${whole(steps.right[s])}`]] : []),
+    ["rows", whole(steps.row[s])],
+    ["running", whole(steps.run[s])],
+    ["waiting", whole(steps.wait[s])],
+    ["pages held", whole(steps.held[s])],
+    ["pages cached", whole(steps.idle[s])],
+  ];
+  return termList("stepfacts", facts);
+}
+// [sign and name, what it does, its new pages] of every request of a step.
+function requestsOf(session, s, onrow) {
+  const pages = new Map(); // request -> [hits, new ones] of this step
+  for (const [, count, from, , place, hit] of session.holds) {
+    if (from !== s) continue;
+    const both = pages.get(place) || [0, 0];
+    both[hit ? 0 : 1] += count;
+    pages.set(place, both);
+  }
+  return session.requests.flatMap((one, i) => {
+    const part = one.seg.find(([, from, to]) => from <= s && s <= to),
+      out = one.pre.includes(s);
+    if (!part && !out) return [];
+    const [hits, grown] = pages.get(i) || [0, 0],
+      name = one.id === undefined ? `request ${one.n}` : button(one.id, () => onrow(one.id)),
+      news = [hits && `${hits} hit`, grown && `${grown} new`].filter(Boolean).join(", ");
+    const words = out ? "preempted" : segmentWords(part, s);
+    return [[span("lk nowrap", inkOf(ofRequest(i)), name), words, news || "–"]];
+  });
+}
 function stepFacts(session, state, onrow) {
-  const box = el("div", {}),
-    { steps } = session;
+  const box = div(null);
   let last = 0,
     timer = null;
+  const show = () => {
+    [last, timer] = [performance.now(), null];
+    const rows = requestsOf(session, state.step, onrow),
+      more = rows.length - MOST_ROWS,
+      long = { style: { "max-height": "330px", "overflow-y": "auto", "margin-top": "12px" }, tabindex: "0" },
+      shown = table(["request", "does", "pages"], rows.slice(0, MOST_ROWS));
+    box.replaceChildren(factsOf(session, state.step), el("div", long, shown, more > 0 && hint(`and ${more} more`)));
+  };
   state.parts.push(() => {
     // a table is not laid out at every frame of a scrub: nobody reads so fast
     timer ??= setTimeout(show, Math.max(0, last + FACTS_MS - performance.now()));
   });
-  const show = () => {
-    const s = state.step;
-    [last, timer] = [performance.now(), null];
-    const facts = [
-      ["step", whole(steps.n[s])],
-      ["kind", STEP_NAMES[steps.k[s]]],
-      ["took", micros(steps.d[s])],
-      ["tokens", whole(steps.tok[s])],
-      ...(steps.guess[s] ? [["guesses, right", `${whole(steps.guess[s])}, ${whole(steps.right[s])}`]] : []),
-      ["rows", whole(steps.row[s])],
-      ["running", whole(steps.run[s])],
-      ["waiting", whole(steps.wait[s])],
-      ["pages held", whole(steps.held[s])],
-      ["pages cached", whole(steps.idle[s])],
-    ];
-    const rows = [],
-      pages = new Map(); // request -> [hits, new ones] of this step
-    for (const [, count, from, , place, hit] of session.holds) {
-      if (from !== s) continue;
-      const both = pages.get(place) || [0, 0];
-      both[hit ? 0 : 1] += count;
-      pages.set(place, both);
-    }
-    let more = 0;
-    session.requests.forEach((one, i) => {
-      const part = one.seg.find(([, from, to]) => from <= s && s <= to),
-        out = one.pre.includes(s);
-      if (!part && !out) return;
-      if (rows.length >= 40) return void more++;
-      const [hits, grown] = pages.get(i) || [0, 0],
-        sign = el("i", { style: { background: ofRequest(i) }, "aria-hidden": "true" });
-      const name =
-        one.id === undefined
-          ? `request ${one.n}`
-          : el("button", { type: "button", cls: "quiet", onclick: () => onrow(one.id) }, one.id);
-      rows.push([
-        el("span", { cls: "lk nowrap" }, sign, name),
-        out ? "preempted" : segmentWords(part, s),
-        [hits && `${hits} hit`, grown && `${grown} new`].filter(Boolean).join(", ") || "–",
-      ]);
-    });
-    box.replaceChildren(
-      el(
-        "dl",
-        { cls: "stepfacts" },
-        facts.map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v))),
-      ),
-      el(
-        "div",
-        { style: { "max-height": "330px", "overflow-y": "auto", "margin-top": "12px" }, tabindex: "0" },
-        table(["request", "does", "pages"], rows),
-        more > 0 && el("p", { cls: "muted small" }, `and ${more} more`),
-      ),
-    );
-  };
   return box;
 }
+function playButton(state, slider) {
+  let timer = null;
+  const play = button("▶", toggle, { "aria-label": "Play" });
+  function step() {
+    if (state.step >= state.axis.n - 1 || !slider.isConnected) toggle();
+    else state.go(state.step + 1);
+  }
+  function toggle() {
+    if (timer) clearInterval(timer);
+    timer = timer ? null : setInterval(step, 60);
+    play.textContent = timer ? "❚❚" : "▶";
+  }
+  return play;
+}
 function sessionView(session, onrow) {
-  const n = session.steps.n.length,
+  const { n: numbers, t } = session.steps,
+    most = numbers.length - 1,
     state = { axis: axisOf(session), step: 0, request: null, parts: [] };
   const slider = el("input", {
     type: "range",
     min: 0,
-    max: n - 1,
+    max: most,
     value: 0,
     "aria-label": "Step",
     oninput: () => state.go(Number(slider.value)),
   });
   const word = el("output", { cls: "num small nowrap" });
   let waiting = false;
+  const paint = () => {
+    waiting = false;
+    state.parts.forEach((draw) => draw());
+  };
   state.go = (step) => {
-    state.step = Math.max(0, Math.min(n - 1, step));
+    state.step = Math.max(0, Math.min(most, step));
     state.axis.follow(state.step);
     slider.value = state.step;
-    slider.setAttribute("aria-valuetext", `step ${session.steps.n[state.step]}`);
-    word.textContent = `step ${whole(session.steps.n[state.step])} · ${micros(session.steps.t[state.step])}`;
-    if (!waiting) {
-      waiting = true;
-      requestAnimationFrame(() => {
-        waiting = false;
-        state.parts.forEach((draw) => draw());
-      });
-    }
+    slider.setAttribute("aria-valuetext", `step ${numbers[state.step]}`);
+    word.textContent = `step ${whole(numbers[state.step])} · ${micros(t[state.step])}`;
+    if (!waiting) requestAnimationFrame(paint);
+    waiting = true;
   };
   const zoom = (factor) => {
     state.axis.zoom(factor, state.step);
     state.go(state.step);
   };
-  let timer = null;
-  const play = button(
-    "▶",
-    () => {
-      if (timer) {
-        clearInterval(timer);
-        timer = null;
-      } else
-        timer = setInterval(() => {
-          if (state.step >= n - 1 || !slider.isConnected) {
-            play.click();
-            return;
-          }
-          state.go(state.step + 1);
-        }, 60);
-      play.textContent = timer ? "❚❚" : "▶";
-    },
-    { "aria-label": "Play" },
-  );
-  const plots = el(
-    "div",
-    {},
+  const fit = (by) => {
+    state.axis.by = by;
+    state.axis.reset();
+    state.go(state.step);
+  };
+  const plots = div(
+    null,
     stepsPlot(session, state),
     gaugesPlot(session, state),
     ganttPlot(session, state),
@@ -128,156 +116,73 @@ function sessionView(session, onrow) {
   for (const canvas of plots.querySelectorAll("canvas"))
     if (!canvas.dataset.own)
       canvas.addEventListener("click", (e) => state.go(state.axis.at(e.offsetX, canvas.clientWidth)));
-  const tools = el(
-    "div",
-    { cls: "tools" },
-    choice(
-      "Across",
-      [
-        ["steps", "steps"],
-        ["time", "time"],
-      ],
-      "steps",
-      (v) => {
-        state.axis.by = v;
-        state.axis.reset();
-        state.go(state.step);
-      },
-    ),
-    el(
-      "div",
-      { cls: "chips" },
+  const across = ["steps", "time"].map((by) => [by, by]);
+  const tools = div(
+    "tools",
+    choice("Across", across, "steps", fit),
+    div(
+      "chips",
       button("+", () => zoom(0.5), { "aria-label": "Zoom in" }),
       button("−", () => zoom(2), { "aria-label": "Zoom out" }),
-      button("Fit", () => {
-        state.axis.reset();
-        state.go(state.step);
-      }),
+      button("Fit", () => fit(state.axis.by)),
     ),
   );
-  const scrub = el(
-    "div",
-    { cls: "scrub" },
-    play,
+  const scrub = div(
+    "scrub",
+    playButton(state, slider),
     button("‹", () => state.go(state.step - 1), { "aria-label": "Step before" }),
     slider,
     button("›", () => state.go(state.step + 1), { "aria-label": "Next step" }),
     word,
   );
-  const node = el(
-    "div",
-    { cls: "stack" },
-    el("section", { cls: "card" }, tools, plots, scrub),
-    el(
-      "div",
-      { cls: "stepgrid" },
-      card("This step", stepFacts(session, state, onrow)),
-      session.holds.length > 0 && card("Pages", poolMap(session, state)),
-    ),
-  );
-  state.go(Math.floor(n / 2));
-  return node;
+  const step = card("This step", stepFacts(session, state, onrow)),
+    pages = session.holds.length > 0 && card("Pages", poolMap(session, state));
+  state.go(Math.floor((most + 1) / 2));
+  return div("stack", card(null, tools, plots, scrub), div("stepgrid", step, pages));
 }
 function spansView(session, onrow) {
   // of a trace that tells of requests only
   const rows = session.spans,
     line = 9,
-    end = Math.max(
-      1,
-      ...rows.flatMap((r) => ["queue", "prefill", "decode"].map((p) => (r[p] ? r[p][0] + r[p][1] : 0))),
-    );
-  const view = Math.min(460, rows.length * line + 4),
-    frame = el("div", {
-      cls: "gantt",
-      role: "group",
-      tabindex: "0",
-      "aria-label": `${rows.length} requests over time`,
-      style: { height: `${view}px` },
-    });
-  const paint = (pen, width, height) => {
-    const inks = { queue: colour("--queue"), prefill: colour("--prefill"), decode: colour("--decode") };
-    for (
-      let i = Math.floor(frame.scrollTop / line);
-      i < Math.min(rows.length, Math.ceil((frame.scrollTop + height) / line));
-      i++
-    ) {
-      for (const phase of ["queue", "prefill", "decode"]) {
-        const span = rows[i][phase];
-        if (span) {
-          pen.fillStyle = inks[phase];
-          pen.fillRect(
-            (span[0] / end) * width,
-            i * line - frame.scrollTop + 1,
-            Math.max(1, (span[1] / end) * width),
-            line - 2,
-          );
-        }
-      }
+    spans = rows.flatMap((r) => PHASES.map((phase) => r[phase] || [0, 0])),
+    end = Math.max(1, ...spans.map(([start, took]) => start + took));
+  const paint = (pen, width, i, y) => {
+    for (const phase of PHASES) {
+      const [start, took] = rows[i][phase] || [0, null];
+      if (took === null) continue;
+      pen.fillStyle = colour(`--${phase}`);
+      pen.fillRect((start / end) * width, y, Math.max(1, (took / end) * width), line - 2);
     }
   };
-  const { node, canvas, draw } = surface(view - 2, paint, () => [frame.scrollTop]);
-  const under = (e) => rows[Math.floor((e.clientY - frame.getBoundingClientRect().top + frame.scrollTop) / line)];
-  frame.append(node, el("div", { style: { height: `${Math.max(0, rows.length * line - view + 2)}px` } }));
-  frame.addEventListener("scroll", draw, { passive: true });
-  canvas.addEventListener("mousemove", (e) => {
-    const r = under(e);
-    if (r)
-      showTip(
-        e.clientX,
-        e.clientY,
-        `row ${r.row + 1} · ${r.id}\n${["queue", "prefill", "decode"]
-          .filter((p) => r[p])
-          .map((p) => `${p} ${micros(r[p][1])}`)
-          .join("\n")}`,
-      );
+  const { frame, canvas, under } = scroller(rows, line, 460, paint, surface);
+  hover(canvas, (e) => {
+    const r = rows[under(e)],
+      took = r && PHASES.filter((phase) => r[phase]).map((phase) => `${phase} ${micros(r[phase][1])}`);
+    return r && `row ${r.row + 1} · ${r.id}\n${took.join("\n")}`;
   });
-  canvas.addEventListener("mouseleave", hideTip);
   canvas.addEventListener("click", (e) => {
-    const r = under(e);
+    const r = rows[under(e)];
     if (r) onrow(r.id);
   });
-  return card(
-    null,
-    plot(
-      `${many(rows.length, "request")} over ${micros(end)}`,
-      ["queue", "prefill", "decode"].map((p) => keyOf(`var(--${p})`, p)),
-      frame,
-    ),
-  );
+  const keys = PHASES.map((phase) => keyOf(`var(--${phase})`, phase));
+  return card(null, plot(`${many(rows.length, "request")} over ${micros(end)}`, keys, frame));
 }
 function scheduleView(run, onrow) {
   const { sessions, notes } = run.schedule,
-    box = el("div", {});
+    box = div(null);
   const show = (at) => {
     drawn.clear();
     const one = sessions[at];
     box.replaceChildren(one.steps.n.length ? sessionView(one, onrow) : spansView(one, onrow));
   };
   if (sessions.length) show(0);
-  const told =
-    notes.length > 0 &&
-    el(
-      "div",
-      { cls: "note plain" },
-      notes.map((n) =>
-        el("div", {}, n.includes("trace=steps") ? [`${n}: `, el("code", {}, "fengine eval … trace=steps")] : n),
-      ),
-    );
-  return el(
-    "div",
-    { cls: "stack" },
-    told,
-    sessions.length > 1 &&
-      el(
-        "div",
-        {},
-        choice(
-          "Session",
-          sessions.map((s, i) => [i, `${s.number}`]),
-          0,
-          (v) => show(Number(v)),
-        ),
-      ),
+  const command = el("code", {}, "fengine eval … trace=steps");
+  const told = notes.map((n) => div(null, n.includes("trace=steps") ? [`${n}: `, command] : n)),
+    numbers = sessions.map((s, i) => [i, `${s.number}`]);
+  return div(
+    "stack",
+    told.length > 0 && div("note plain", told),
+    sessions.length > 1 && div(null, choice("Session", numbers, 0, (v) => show(Number(v)))),
     box,
   );
 }
