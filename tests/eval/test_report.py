@@ -557,6 +557,16 @@ def test_a_share_over_seeds_ends_at_one() -> None:
     assert figure["high"] == 1 and math.isclose(figure["value"] - figure["low"], 1.959963984540054 * figure["stderr"])
 
 
+def test_points_of_several_tasks_differ_in_their_task() -> None:
+    configs = [{"task.name": name, "task.max_new_tokens": most, "seed": most} for name, most in (("a", 8), ("b", 16))]
+    points = [
+        report_sweep.SweptRun(Path("r"), identity={"task": {"name": c["task.name"]}, "config": c}) for c in configs
+    ]
+    assert report_sweep.assembled(Path("s"), points, {})["keys"] == ["task.name", "seed"]
+    del points[0].config["seed"], points[1].config["seed"]
+    assert report_sweep.assembled(Path("s"), points, {})["keys"] == ["task.name"], "no figure over max_new_tokens"
+
+
 def test_points_without_a_run_are_told(cli: Any) -> None:
     assert cli("-m", "sampling.top_p=0.9,7", "out=s") == 2
     sweep = report_data([Path("s")])["sweep"]

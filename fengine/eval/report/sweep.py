@@ -78,9 +78,9 @@ def swept(points: Sequence[SweptRun]) -> list[str]:
 def assembled(folder: Path, points: Sequence[SweptRun], names: dict[str, str]) -> dict[str, Any]:
     """`names`: the sweep's own words for points, by folder."""
     keys = swept(points)
-    short = [key for key in keys if not key.startswith("task.")] or keys
-    if len({told(point.identity.get("task")) for point in points if point.problem is None}) > 1:
-        short = ["task.name", *(key for key in short if key != "task.name")]
+    short = [key for key in keys if not key.startswith("task.")]
+    tasks = {told(point.identity.get("task")) for point in points if point.problem is None}
+    short = ["task.name", *short] if len(tasks) > 1 else short or keys
     shown = [_overview(point, short, names) for point in points]
     return {
         "folder": public(str(folder.resolve())),
