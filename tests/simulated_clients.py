@@ -141,7 +141,7 @@ def chat(world: World, event: Event) -> None:
     rng = random.Random(event.what)
     timeout = rng.choice([FOREVER, FOREVER, 0.05])
     touched, told = world.machine.clock, None
-    sid = world.sessions.open(100, timeout=None if timeout == FOREVER else timeout)
+    sid = world.sessions.open(timeout=None if timeout == FOREVER else timeout)
     contexts: dict[str, tuple[list[int], list[int]]] = {}  # (prompt, output) of each turn by rid
     parents: dict[str, str | None] = {}
     for number, job in enumerate(event.jobs * 3):

@@ -19,14 +19,13 @@ def open_session(
     engine: HasContext, capacity_of_str_len: int, session_id: str | None = None, streaming: bool = False,
     timeout: float | None = None,
 ) -> str | None:  # fmt: skip
-    """A new session's id, for `session_params={"id": …}`; None if that id is in use. As `Sessions.open`."""
-    engine._parts.core.check_process()
-    return engine._context.sessions.open(capacity_of_str_len, session_id, streaming, timeout)
+    """A new session's id, for `session_params={"id": …}`; None if that id is in use. As `Sessions.open`.
+    `capacity_of_str_len` bounds nothing, as in SGLang: the model's context length does."""
+    return engine._context.sessions.open(session_id, streaming, timeout)
 
 
 def close_session(engine: HasContext, session_id: str) -> None:
     """Forgets a session; a turn that runs goes on to its end. Errors: SessionError if there is none."""
-    engine._parts.core.check_process()
     engine._context.sessions.close(session_id)
 
 

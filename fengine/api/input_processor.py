@@ -89,7 +89,7 @@ def _check(
     if asked[0].top_logprobs or asked[0].logprob_ids:
         call_options.check_amount(asked[0], len(asked), len(ids), most)
     early_ids = params.end_ids(parts.eos_ids) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
-    further = _further(context, prompt)
+    further = call_options.queue_options(parts, context.args, prompt)
     return [
         Request(
             rid=rid,
@@ -106,14 +106,6 @@ def _check(
         )
         for sample, (rid, own) in enumerate(zip(prompt.rid, asked, strict=True))
     ]
-
-
-def _further(context: EngineContext, prompt: GenerateReqInput) -> dict[str, Any]:
-    """The fields of Request for what most calls leave out. Errors: InvalidRequestError; AdapterError."""
-    given = (prompt.lora_path, prompt.cache_salt, prompt.priority)
-    if context.args.enable_priority_scheduling or any(value is not None for value in given):
-        return call_options.queue_options(context.parts, context.args, prompt)
-    return {}
 
 
 def _asked(context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, count: int) -> SamplingParams:

@@ -88,14 +88,12 @@ def result_of(context: EngineContext, state: RequestState) -> Output:
     output = state.output
     if context.log is not None and output.finish is not None:
         context.log.finished(state.request, output.finish)
-    has_text, metrics = context.parts.tokenizer is not None, context.args.enable_metrics
-    return output_of(state, output, RequestOutput(), has_text=has_text, metrics=metrics)
+    return output_of(context, state, output, RequestOutput())
 
 
 def output_of(
-    state: RequestState, output: RequestOutput, before: RequestOutput, *, has_text: bool, metrics: bool,
-    brief: bool = False,
-) -> Output:  # fmt: skip
+    context: EngineContext, state: RequestState, output: RequestOutput, before: RequestOutput, brief: bool = False
+) -> Output:
     """SGLang's dict for one request: what `output` has and `before` has not. Pure but for the clock. `brief`:
     `meta_info` has no more than `finish_reason` and what was asked for of each token."""
     request, start, count = state.request, state.request.prompt_len, output.num_tokens
@@ -111,8 +109,8 @@ def output_of(
         meta["hidden_states"] = hidden_of(state, count)
     if output.finish is not None and state.finished is not None:
         meta |= {"e2e_latency": state.finished - state.submitted, "response_sent_to_client_ts": time.time()}
-        meta |= timings(state, state.finished, count) if metrics else {}
-    found: Output = {"text": output.text[len(before.text) :]} if has_text else {}
+        meta |= timings(state, state.finished, count) if context.args.enable_metrics else {}
+    found: Output = {} if context.parts.tokenizer is None else {"text": output.text[len(before.text) :]}
     return found | {"output_ids": ids, "meta_info": meta}
 
 

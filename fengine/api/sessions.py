@@ -25,10 +25,6 @@ from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL, Threads
 from fengine.errors import InvalidRequestError, SessionError
 
-CAPACITY = Parameter(
-    "capacity_of_str_len", "integer", None, "session", "Bounds nothing, as in SGLang.",
-    Range(0, words="a whole number of at least 0"),
-)  # fmt: skip
 TIMEOUT = Parameter(
     "timeout", "number", None, "session", "Seconds without a request until it closes; None: it does not.",
     Range(0, low_open=True, words="a number of seconds above 0, or None"), null=True,
@@ -146,15 +142,11 @@ class Sessions:
         self._abort, self._clock, self._lock = abort, system.now, system.lock()
         self._sessions: dict[str, _Session] = {}
 
-    def open(
-        self, capacity_of_str_len: Any, session_id: Any = None, streaming: Any = False, timeout: Any = None
-    ) -> str | None:
-        """A new session's id; None if that id is in use. It closes after `timeout` seconds without a request.
-
-        `capacity_of_str_len` is checked and bounds nothing, as in SGLang: the model's context length does. A
-        `streaming` session is append-only; its KV lies in the prefix cache, as any session's does.
-        Errors: InvalidRequestError."""
-        streaming, _ = flag("streaming", streaming), CAPACITY.checked(capacity_of_str_len)
+    def open(self, session_id: Any = None, streaming: Any = False, timeout: Any = None) -> str | None:
+        """A new session's id; None if that id is in use. It closes after `timeout` seconds without a request. A
+        `streaming` session is append-only; its KV lies in the prefix cache, as any session's does. Errors:
+        InvalidRequestError."""
+        streaming = flag("streaming", streaming)
         if session_id is not None and (not isinstance(session_id, str) or not session_id):
             raise InvalidRequestError(f"session_id must be a string that is not empty, got {told(session_id)}.")
         seconds = TIMEOUT.checked(timeout)

@@ -17,31 +17,27 @@ from fengine.errors import InvalidRequestError, NumericsError, TimedOutError
 
 class IndexQueue:
     """Indices of requests that have new output, for one reader at a time in the event loop's thread: `asyncio.Queue` at
-    a part of its cost. `wake` is called after each `put`. Modifies: itself."""
+    a part of its cost. Modifies: itself."""
 
     def __init__(self) -> None:
         self._items: deque[int] = deque()
-        self.wake: Callable[[], None] | None = None
+        self._came: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: int) -> None:
         self._items.append(item)
-        if self.wake is not None:
-            self.wake()
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
 
     def pop(self) -> int:
         return self._items.popleft()
 
     async def get(self) -> int:
         if not self._items:
-            came = asyncio.get_running_loop().create_future()
-            self.wake = lambda: None if came.done() else came.set_result(None)
-            try:
-                await came
-            finally:
-                self.wake = None
+            self._came = asyncio.get_running_loop().create_future()
+            await self._came
         return self._items.popleft()
 
 
@@ -127,9 +123,7 @@ class OutputCollector:
             self.not_before[index] = moment = self.pace()
             if not state.stops_in_text:
                 state.quiet_until = moment
-        brief, has_text = self.brief and output.finish is None, self.context.parts.tokenizer is not None
-        metrics = self.context.args.enable_metrics
-        found = output_of(state, output, before, brief=brief, has_text=has_text, metrics=metrics)
+        found = output_of(self.context, state, output, before, self.brief and output.finish is None)
         return found if self.single else found | {"index": index}
 
     def _ends_with_chunk(self, state: RequestState) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fengine.api.context import HasContext
 from fengine.core.scalars import told
-from fengine.engine.weights.group import GroupError
+from fengine.engine.weights.group import GroupError, Groups
 from fengine.engine.weights.updates import UpdateResult
 from fengine.errors import FengineError, InvalidRequestError, UnsupportedFeatureError
 from fengine.lora.adapters import Adapters
@@ -59,24 +59,23 @@ def init_weights_update_group(
 ) -> UpdateResult:  # fmt: skip
     """Joins a trainer's group, whose rank 0 is the trainer. `timeout`: seconds to wait for it, and for each broadcast.
     `backend`: "nccl" on CUDA, or "gloo". (False, reason) if it cannot be joined."""
-    engine._parts.core.call("ping")
-    try:
-        engine._parts.updates.groups.join(
-            master_address, master_port, rank_offset, world_size, group_name, backend, timeout
-        )
-    except GroupError as error:
-        return UpdateResult(False, str(error))
-    return UpdateResult(True, f"rank {rank_offset} of {world_size} is in group {group_name!r}")
+    arguments = (master_address, master_port, rank_offset, world_size, group_name, backend, timeout)
+    joined = f"rank {rank_offset} of {world_size} is in group {group_name!r}"
+    return _of_group(engine, joined, lambda groups: groups.join(*arguments))
 
 
 def destroy_weights_update_group(engine: HasContext, group_name: str) -> UpdateResult:
     """Leaves a group. (False, reason) if it is in none of that name."""
-    engine._parts.core.call("ping")
+    return _of_group(engine, f"left group {group_name!r}", lambda groups: groups.leave(group_name))
+
+
+def _of_group(engine: HasContext, done: str, change: Callable[[Groups], None]) -> UpdateResult:
+    engine._parts.core.call("ping")  # a closed engine says so
     try:
-        engine._parts.updates.groups.leave(group_name)
+        change(engine._parts.updates.groups)
     except GroupError as error:
         return UpdateResult(False, str(error))
-    return UpdateResult(True, f"left group {group_name!r}")
+    return UpdateResult(True, done)
 
 
 def begin_weight_update(engine: HasContext, selector: str = "all") -> UpdateResult:

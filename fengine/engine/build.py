@@ -34,7 +34,7 @@ from fengine.engine.parts import Parts, compile_count
 from fengine.engine.profiling import Profile
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
-from fengine.engine.workers import Features, Worker, make_worker, pool_of
+from fengine.engine.workers import Features, Worker, make_worker
 from fengine.errors import ConfigError, FengineError, OutOfMemoryError
 from fengine.models.kv_state import KVState
 from fengine.models.spec import ModelSpec
@@ -42,7 +42,7 @@ from fengine.ops.compiler import private_cache_dir
 from fengine.ops.proof import sources_digest
 from fengine.worker.device import current_device, device_of, refuse_default_device
 from fengine.worker.images import image_rows
-from fengine.worker.kv_pool import PoolSize, pool_bytes
+from fengine.worker.kv_pool import PoolSize, new_pool, pool_bytes
 from fengine.worker.process_group import check_parts, dock_of, group_of, process_group
 
 
@@ -81,11 +81,10 @@ def build(config: EngineConfig, features: Features) -> Parts:
 @contextmanager
 def ranks_of(config: EngineConfig) -> Iterator[Ranks | None]:
     """The other ranks, which have begun to load, if there are any; they end where what is inside fails."""
-    if config.parallel.tp_size > 1:
-        check_parts(config, read_spec(config)[2])
     if config.parallel.tp_size == 1:
         yield None
         return
+    check_parts(config, read_spec(config)[2])
     ranks = Ranks(config)
     try:
         with ranks.named():
@@ -109,7 +108,7 @@ def follow(link: Link, start: dict[str, Any], features: Features) -> None:
             link.told.get()  # every rank has
             with process_group(group, device, dock_of(config, loaded.spec)):
                 worker = make_worker(config, loaded, features, group)
-                new_kv = pool_of(config, loaded.spec, worker)
+                new_kv = kv_maker(config, loaded.spec, worker)
                 weights = LiveWeights(loaded.params, loaded.spec, loaded.model_dir, loaded.origin, group)
                 follower = Follower(link, worker.runner, worker.input_batch, worker.kv, weights, new_kv, group)
                 del worker  # it names the first KV state, which may be released
@@ -155,13 +154,14 @@ def assemble(
 
 
 def kv_maker(
-    config: EngineConfig, spec: ModelSpec, worker: Worker, speculation: Speculation | None
+    config: EngineConfig, spec: ModelSpec, worker: Worker, speculation: Speculation | None = None
 ) -> Callable[[], KVState]:
-    """Of empty KV states, a draft's beside it. It names no worker, whose first KV state it would keep."""
-    empty, input_batch, tokens = pool_of(config, spec, worker), worker.input_batch, worker.runner.last_token_R
+    """Of empty KV states as the worker's first, a draft's beside it. It does not name the worker, which keeps that."""
+    spec, page_size, device = spec.part(config.parallel.tp_size), config.cache.page_size or 16, device_of(config)
+    size, kv_dtype, input_batch, tokens = worker.size, worker.kv_dtype, worker.input_batch, worker.runner.last_token_R
 
     def new_kv() -> KVState:
-        kv = empty()
+        kv = new_pool(spec, size, page_size, kv_dtype, device)
         if speculation is not None:
             speculation.open(kv, input_batch, tokens)
         return kv

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,17 +19,6 @@ from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.models.spec import ModelSpec
 from fengine.worker.pooling import Pooling
-
-
-class Processes(Protocol):
-    """Others than this one that belong to an engine."""
-
-    @property
-    def pids(self) -> list[int]: ...
-
-    def close(self) -> None:
-        """Ends them. Idempotent."""
-        ...
 
 
 @dataclass
@@ -56,7 +45,7 @@ class Parts:
     adapters: Any = None  # of LoRA, where it is enabled
     pooling: Pooling | None = None
     images: Any = None  # of a model that takes images: what reads those of a call
-    ranks: Processes | None = None  # where others hold a part of the model, or a replica
+    ranks: Any = None  # `Ranks` or `Replicas`, where other processes hold a part of the model, or a replica
     closed: bool = field(default=False)
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds of parts of the start, by SGLang's names
     ready_at: float = field(default_factory=time.perf_counter)

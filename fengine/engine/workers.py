@@ -94,12 +94,6 @@ def make_worker(
     return Worker(runner, input_batch, adapters, kv, kv_dtype, size, seconds - pool_seconds, pool_seconds)
 
 
-def pool_of(config: EngineConfig, spec: ModelSpec, worker: Worker) -> Callable[[], KVState]:
-    """What makes another KV state of the size and shape of the worker's."""
-    part, page_size = spec.part(config.parallel.tp_size), config.cache.page_size or 16
-    return partial(new_pool, part, worker.size, page_size, worker.kv_dtype, device_of(config))
-
-
 def make_runner(
     config: EngineConfig, loaded: Loaded, stages: tuple[LogitsStage, ...], slots: int, group: Group | None
 ) -> CpuRunner | CudaRunner:

@@ -52,8 +52,11 @@ def made(
 def shown(
     state: RequestState, output: RequestOutput | None = None, before: RequestOutput | None = None, **more: bool
 ) -> dict[str, Any]:
-    options = {"has_text": True, "metrics": False} | more
-    return output_of(state, output or state.output, before or RequestOutput(), **options)
+    context: Any = SimpleNamespace(
+        parts=SimpleNamespace(tokenizer="of the text" if more.pop("has_text", True) else None),
+        args=SimpleNamespace(enable_metrics=more.pop("metrics", False)),
+    )
+    return output_of(context, state, output or state.output, before or RequestOutput(), **more)
 
 
 def test_the_keys_of_a_plain_result() -> None:

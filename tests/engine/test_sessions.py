@@ -59,7 +59,7 @@ def world() -> World:
 
 
 def opened(world: World, **options: Any) -> str:
-    session_id = world.sessions.open(1000, **options)
+    session_id = world.sessions.open(**options)
     assert session_id is not None
     return session_id
 
@@ -160,7 +160,7 @@ def test_a_turn_in_flight_cannot_be_continued(world: World) -> None:
 
 def test_ids_of_sessions(world: World) -> None:
     sessions = world.sessions
-    assert sessions.open(0, "mine") == "mine" and sessions.open(1000, "mine") is None
+    assert sessions.open("mine") == "mine" and sessions.open("mine") is None
     assert opened(world) != opened(world)
     world.turn({"id": "mine"}, [2], [3])
     sessions.close("mine")
@@ -169,7 +169,7 @@ def test_ids_of_sessions(world: World) -> None:
             sessions.close(bad)
     with pytest.raises(SessionError, match="Invalid request: session id mine does not exist"):
         world.start({"id": "mine"}, [2])
-    assert sessions.open(1000, "mine") == "mine"
+    assert sessions.open("mine") == "mine"
     assert world.turn({"id": "mine"}, [4], []).prompt()[0] == [4]  # nothing is left of the old one
 
 
@@ -182,10 +182,10 @@ def test_a_session_lives_as_long_as_one_of_its_turns_runs(world: World) -> None:
         ended, running = turns if first else turns[::-1]
         world.finish(ended, [8])
         world.now += 1000
-        assert world.sessions.open(1, sid) is None  # it is there
+        assert world.sessions.open(sid) is None  # it is there
         world.finish(running, [8])
         world.now += 10.5
-        assert world.sessions.open(1, sid) == sid
+        assert world.sessions.open(sid) == sid
 
 
 def test_images_of_what_is_cut_off_are_gone() -> None:
@@ -247,8 +247,6 @@ def test_bad_params_leave_the_session_as_it_was(world: World, params: Any, messa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity_of_str_len": -1}, "capacity_of_str_len must be a whole number of at least 0, got -1"),
-        ({"capacity_of_str_len": "5"}, "capacity_of_str_len"),
         ({"session_id": ""}, "session_id must be a string that is not empty"),
         ({"session_id": 5}, "session_id must be a string"),
         ({"streaming": 1}, "streaming must be True or False"),
@@ -260,7 +258,7 @@ def test_bad_params_leave_the_session_as_it_was(world: World, params: Any, messa
 )
 def test_bad_arguments_of_open(world: World, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        world.sessions.open(**({"capacity_of_str_len": 10} | options))
+        world.sessions.open(**options)
 
 
 def test_turns_enter_all_or_none(world: World) -> None:
@@ -454,7 +452,7 @@ def test_turns_of_a_streaming_session_come_one_after_the_other(engine: Engine, w
         ask(engine, [[5], [6]], {"id": sid})
     first = ask(engine, [5], {"id": sid})
     assert ask(engine, [6], {"id": sid})["meta_info"]["prompt_tokens"] == 2 + len(first["output_ids"])
-    name = world.sessions.open(1000, streaming=True)
+    name = world.sessions.open(streaming=True)
     late, early = (world.sessions.prepare({"id": name}, [5], rid, BOS) for rid in ("late", "early"))
     world.sessions.enter([early])
     with pytest.raises(SessionError, match="is streaming"):  # whose text it would not have
