@@ -43,12 +43,11 @@ PARTS: Mapping[str, str] = MappingProxyType({
     "embeddings.LayerNorm": "model.layers.0.input_layernorm", "attention.self.query": "self_attn.q_proj",
     "attention.self.key": "self_attn.k_proj", "attention.self.value": "self_attn.v_proj",
     "attention.output.dense": "self_attn.o_proj", "attention.output.LayerNorm": "post_attention_layernorm",
-    "intermediate.dense": "mlp.up_proj", "output.dense": "mlp.down_proj", "pooler.dense": "score_dense",
-    "classifier.dense": "score_dense", "classifier.out_proj": "score", "classifier": "score",
+    "intermediate.dense": "mlp.up_proj", "output.dense": "mlp.down_proj",
 })  # fmt: skip
 
 
-def spec_from_hf(config: Config, padded: bool = False) -> ModelSpec:
+def spec_from_hf(config: Config, padded: bool) -> ModelSpec:
     """`padded`: the first token's position is behind that of padding; a padding token inside a text is one like any
     other, for which transformers does not count on. Pure."""
     refuse_others(config, {"position_embedding_type": "absolute"})
@@ -81,15 +80,17 @@ def layer(
     return normed_TD, normed_TD, k_PSGK, v_PSGK
 
 
-def rename(spec: ModelSpec, name: str) -> str:
-    """The name that a tensor would have in a decoder. Pure."""
+def rename(spec: ModelSpec, name: str, head: str) -> str:
+    """The name that a tensor would have in a decoder. `head`: the dense layer of a classifier, which with RoBERTa is
+    not the pooler, though its first classifiers hold one. Pure."""
     name = re.sub(r"^(bert|roberta)\.", "", name)  # the first BERTs, and what is trained from them, have other norms
     name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     module, _, kind = name.rpartition(".")
     found = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", module)
     if found is None:
-        score = module.startswith(("pooler", "classifier"))
-        return f"{PARTS[module]}.{kind}" if module in PARTS and (spec.num_labels or not score) else _unread(name)
+        heads = {head: "score_dense", "classifier.out_proj": "score", "classifier": "score"} if spec.num_labels else {}
+        ours = {**PARTS, **heads}.get(module)
+        return _unread(name) if ours is None else f"{ours}.{kind}"
     index, part = int(found[1]), found[2]
     if part == "output.LayerNorm":
         last = index == spec.num_layers - 1
@@ -98,7 +99,7 @@ def rename(spec: ModelSpec, name: str) -> str:
 
 
 def _unread(name: str) -> str:
-    """What an embedding model does not need: the pooler, a head that tells masked tokens, a list of positions."""
+    """What no model here needs: a pooler that is no head, one that tells masked tokens, a list of positions."""
     return "" if name.startswith(("pooler.", "cls.", "lm_head.")) or name.endswith("position_ids") else name
 
 
@@ -120,8 +121,13 @@ def head_weights(spec: ModelSpec, bias: bool) -> list[Weight]:
     return [dense, added] if bias else [dense]
 
 
-Bert = partial(Family, fields=FIELDS, defaults=DEFAULTS, layer=layer, weights=weights, rename=rename)
-PADDED = partial(spec_from_hf, padded=True)
-FAMILY = Bert("BertModel", "bert", spec_from_hf=spec_from_hf, base="Bert")
-ROBERTA = Bert("RobertaModel", "roberta", spec_from_hf=PADDED, base="Roberta")
-XLM_R = Bert("XLMRobertaModel", "xlm-roberta", spec_from_hf=PADDED, base="XLMRoberta")
+def _family(base: str, model_type: str, padded: bool, head: str) -> Family:
+    return Family(
+        f"{base}Model", model_type, FIELDS, partial(spec_from_hf, padded=padded), DEFAULTS, layer, base=base,
+        weights=weights, rename=partial(rename, head=head),
+    )  # fmt: skip
+
+
+FAMILY = _family("Bert", "bert", False, "pooler.dense")
+ROBERTA = _family("Roberta", "roberta", True, "classifier.dense")
+XLM_R = _family("XLMRoberta", "xlm-roberta", True, "classifier.dense")

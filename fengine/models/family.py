@@ -29,6 +29,7 @@ OTHERS = "of other programs: transformers does not look at it"
 COMMON: Fields = {
     "architectures": READ, "model_type": READ, "dtype": READ, "torch_dtype": READ, "bos_token_id": READ,
     "eos_token_id": READ, "id2label": READ, "num_labels": READ, "label2id": "names of labels",
+    "_num_labels": "an older note: id2label counts",
     "matryoshka_dimensions": READ, "is_matryoshka": "said by matryoshka_dimensions",
     "pad_token_id": "padding is never computed", "is_decoder": "what a decoder is here in any case",
     "sep_token_id": "a token's name", "cls_token_id": "a token's name", "mask_token_id": "a token's name",

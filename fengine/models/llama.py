@@ -6,13 +6,13 @@
 
 Norm weights and biases carry the activations' dtype (float32 on the CPU, the model's on CUDA); matrices keep theirs."""
 
-from fengine.models.family import DECODER, READ, TRAINING, Family
+from fengine.models.family import DECODER, NAMES, READ, TRAINING, Family
 from fengine.models.reader import decoder_spec, refuse_layer_types
 from fengine.models.spec import Config, ModelSpec
 
 FIELDS = {
     **DECODER, "attention_bias": READ, "mlp_bias": READ, "layer_types": READ,
-    "activation": "of Falcon 3, whose layers are Llama's: hidden_act counts",
+    "activation": "of Falcon 3, whose layers are Llama's: hidden_act counts", "is_llama_config": NAMES,
 }  # fmt: skip
 
 
