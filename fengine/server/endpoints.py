@@ -144,6 +144,8 @@ def _method(name: str, arguments: Fields, as_vllm: bool = False) -> Callable[[Se
         if as_vllm and not found.success:
             there = service.engine._parts.adapters is None or "lora_path" in given and exists(given["lora_path"])
             raise ApiError(400 if there else 404, found.error_message)
+        if found is None and name == "get_weights_by_name":
+            raise invalid("name", f"the model has no weight {given['name']!r:.80}; its checkpoint tells their names.")
         return {"success": True} if found is None else found
 
     return call

@@ -42,7 +42,7 @@ LATE = "all tools are shown at once"
 LATER = {"defer_loading": LATE, "allowed_callers": "tools that code calls", "input_examples": "examples of calls"}
 REFUSED = {"mcp_servers": "tools of the server", "container": "containers"}
 WORDS = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "reasoning_effort": "output_config",
-         "response_format": "output_config"}  # fmt: skip
+         "response_format": "output_config", "continue_final_message": "messages"}  # fmt: skip
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # of one that is aborted: null
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
           "call": ("input_json_delta", "partial_json")}  # fmt: skip
@@ -56,11 +56,14 @@ def to_chat(body: Mapping[str, Any], counted: bool = False) -> dict[str, Any]:
     messages = [] if given["system"] is None else [{"role": "system", "content": _texts(given["system"], "system")}]
     for i, message in enumerate(given["messages"]):
         messages += _message(message, f"messages[{i}]")
+    last: Any = messages[-1] if messages and isinstance(messages[-1], dict) else {}
+    begins = last.get("role") == "assistant" and "tool_calls" not in last and bool(last.get("content"))
     tools = given["tools"]
     chat = {name: given[name] for name in ("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs",
                                            "cache_salt")}  # fmt: skip
     chat |= {
         "messages": messages if given["messages"] else [],
+        "continue_final_message": begins,
         "max_completion_tokens": given["max_tokens"],
         "stop": given["stop_sequences"],
         "tools": None if tools is None else [_tool(tool, i) for i, tool in enumerate(tools)],

@@ -221,6 +221,9 @@ def test_messages_are_chats(engine: Engine, server: Live) -> None:
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     said = [data["delta"]["text"] for name, data in streamed if name == "content_block_delta"]
     assert "".join(said) == expected["text"]
+    begun = [*CHAT, {"role": "assistant", "content": [{"type": "text", "text": expected["text"][:5]}]}]
+    told = post(server, "/v1/messages", body | {"messages": begun})
+    assert told["content"] == [{"type": "text", "text": expected["text"][5:]}]
     word = expected["text"][1:3]
     stopped = post(server, "/v1/messages", {**body, "stop_sequences": [word]})
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", word)

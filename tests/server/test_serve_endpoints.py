@@ -63,6 +63,7 @@ def test_weights_and_adapters_need_the_admin_key(engine: Engine, server: Live) -
         answer = server.ask("POST", f"/{name}", {"no": 1}, **KEY)
         assert answer.status == 400 and answer.error["param"] == "no"
         assert param in server.ask("POST", f"/{name}", {}, **KEY).error["message"]
+    assert server.ask("POST", "/get_weights_by_name", {"name": "no"}, **KEY).error["param"] == "name"
     assert server.ask("POST", "/update_weights_from_tensor", {"a": 1}, **KEY).error["code"] == "unsupported_feature"
     adapter = engine.lora_adapters()["sql"]
     told = post(server, "/v1/load_lora_adapter", {"lora_name": "more", "lora_path": adapter}, **KEY)
