@@ -21,11 +21,12 @@ from eval_fakes import FakeEngine, records, write_rows
 from fengine import Engine, run
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.commands import evaluate
+from fengine.eval.report import facts, schedule
 from fengine.eval.report import rows as report_rows
-from fengine.eval.report import schedule
 from fengine.eval.report import sweep as report_sweep
 from fengine.eval.report.facts import figures, script_json, size
 from fengine.eval.report.page import page, report_data, texts
+from fengine.eval.runs.config import SamplingConfig
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks import statistics
 from fengine.worker import hub
@@ -545,6 +546,12 @@ def test_a_sweep_and_its_paired_differences(cli: Any) -> None:
     (grid,) = sweep["grid"]
     kinds = ["".join("0" if s is None else "21"[not s["prefix_match"]] for s in one.values()) for one in rows]
     assert grid["kinds"] == kinds and grid["points"] == [0, 1]
+
+
+def test_what_the_model_recommends_is_told_as_sampled_with() -> None:
+    config = {f"sampling.{name}": value for name, value in SamplingConfig(top_p=0.5).as_dict().items()}
+    told = facts._sampling(config, {"temperature": 0.6, "top_p": 0.95})
+    assert told == "temperature 0.6, top_p 0.5, at most 128 new tokens"
 
 
 def test_a_share_over_seeds_ends_at_one() -> None:

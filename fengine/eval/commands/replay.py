@@ -82,7 +82,7 @@ async def _rescored(case: Case, asker: Asker, task: Task, number: int, record: R
     told = [Answer(a["text"], a["output_ids"], a["logprobs"], a["finish_reason"]) for a in record["answers"]]
     asks += judging(task, row, list(map(asker.without_thoughts, asks, told)))
     for sample, (ask, answer) in enumerate(zip(asks, record["answers"], strict=True)):
-        sampling = sampling_of(case.config, ask, row.id, sample)
+        sampling = asker.defaults | sampling_of(case.config, ask, row.id, sample)
         part, edited = None, any(sampling.get(name, value) not in (value, None) for name, value in EDITS.items())
         if ask.kind in DRAWN and answer["output_ids"] and not edited:
             with suppress(ContextLengthError):  # of images: ids do not tell what room they take

@@ -7,10 +7,12 @@ import os
 import re
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fengine.errors import StorageError
+from fengine.core.json_text import json_object
+from fengine.errors import ConfigError, StorageError
 from fengine.eval.cli.view import clock, duration, place
 from fengine.eval.runs.config import SamplingConfig
 from fengine.eval.runs.folder import read_object
@@ -67,9 +69,12 @@ def brief(records: Records) -> list[list[str]]:
     """[word, text] of what is asked first: the model, how it was sampled, how long it took, how fast that was. Pure."""
     identity, config = records.identity, records.identity["config"]
     in_force = mapping(records.manifest.get("in_force"))
-    device = mapping(in_force.get("hardware")).get("gpu") or mapping(in_force.get("engine")).get("model.device")
+    engine, recommended = mapping(in_force.get("engine")), {}
+    with suppress(ConfigError):  # "openai", or nothing is known of it
+        recommended = json_object("model.sampling_defaults", engine.get("model.sampling_defaults"))
+    device = mapping(in_force.get("hardware")).get("gpu") or engine.get("model.device")
     model = model_of(identity) + (f" on {cut(told(device), 100)}" if device else "")
-    found = [["Model", model], ["Sampling", cut(_sampling(config), 400)]]
+    found = [["Model", model], ["Sampling", cut(_sampling(config, recommended), 400)]]
     found.append(["Seed", told(config.get("seed", mapping(identity.get("seeds")).get("run_seed", "–")))])
     seconds = [number(one.get("seconds")) for one in records.manifest["sessions"]]
     read, drawn = (number(records.result.get(f"{name}_tokens")) for name in ("prompt", "completion"))
@@ -83,11 +88,13 @@ def brief(records: Records) -> list[list[str]]:
     return found
 
 
-def _sampling(config: dict[str, Any]) -> str:
-    """The temperature, how many tokens at most, and every parameter that is not its default. Pure."""
+def _sampling(config: dict[str, Any], recommended: dict[str, Any]) -> str:
+    """The temperature, how many tokens at most, and every parameter that is not its default; the model's
+    recommendations hold where the run has a default. Pure."""
     values = {key.removeprefix("sampling."): v for key, v in config.items() if key.startswith("sampling.")}
-    heat, most = values.pop("temperature", None), values.pop("max_new_tokens", None)
     plain = SamplingConfig().as_dict()
+    values |= {name: value for name, value in recommended.items() if values.get(name) == plain.get(name)}
+    heat, most = values.pop("temperature", None), values.pop("max_new_tokens", None)
     changed = [f"{key} {told(value)}" for key, value in values.items() if plain.get(key, ...) != value]
     found = ["greedy" if heat == 0 else f"temperature {told(heat)}", *changed]
     most = config.get("task.max_new_tokens") or most

@@ -1,6 +1,7 @@
 """One row asked, answered and scored: a task's `Ask`s as calls of the engine, and the row's record. No torch."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -178,6 +179,12 @@ class Asker:
         """A prompt's ids, as the engine has them."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return ids or [self._first()]
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The sampling parameters that hold where a request gives none: the model's, if the engine goes by them."""
+        told = self.engine.config.model.sampling_defaults
+        return {"temperature": 1.0} | (json.loads(told) if told.startswith("{") else {})
 
     @cached_property
     def max_input(self) -> int:
