@@ -15,7 +15,7 @@ from eval_fakes import FakeEngine
 import fengine
 from fengine import run
 from fengine.config import EngineConfig
-from fengine.errors import ConfigError, EngineDeadError, FengineError, ResumeMismatchError
+from fengine.errors import ConfigError, EngineDeadError, FengineError, InputFileError, ResumeMismatchError
 from fengine.eval.runs import manifest
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores
 
@@ -117,3 +117,7 @@ def test_what_ends_early_is_raised(engine: FakeEngine) -> None:
     with pytest.raises(FengineError, match="first 20 rows failed alike"):
         fengine.evaluate(Reversal(["sick"] * 30), engine, "f")
     assert fengine.evaluate(Reversal(["one", *["sick"] * 30]), engine, "g")["failed"] == 30  # one was good
+    named = Reversal(["one"] * 30)
+    named.score = lambda row, answers: (_ for _ in ()).throw(InputFileError(f"row {row.id!r}: no such column"))
+    with pytest.raises(FengineError, match=r"failed alike \(InputFileError: no such column\)"):
+        fengine.evaluate(named, engine, "h")

@@ -87,7 +87,7 @@ class Loop:
         self.wake = asyncio.Event()
         self.fatal: BaseException | None = None
         self.before = job.rows.rows - job.table.left
-        self.reasons: set[str] = set()  # of failures, as long as no row was good
+        self.reasons: set[str] = set()  # of failures of the first ALIKE rows
 
     async def run(self) -> None:
         """Computes what the table lacks. Interrupted, it journals what has finished, and says so. Errors:
@@ -180,8 +180,9 @@ class Loop:
             for one, offset in zip(done, self.keep(done), strict=True):
                 self.job.table.put(one.index, "error" not in one.record, offset)
                 self.job.trace.row(one.index, one.row.id, one.metas)
-                if (error := one.record.get("error")) is not None:
-                    self.reasons.add(re.sub(r"^row '[^']*': ", "", f"{error['type']}: {error['message']}"))
+                if (error := one.record.get("error")) is not None and self.meter.rows < ALIKE:
+                    reason = re.sub(r"""^row (['"]).*?\1: """, "", error["message"])
+                    self.reasons.add(f"{error['type']}: {reason}")
                 self.meter.count(one.metas, error is not None, one.record.get("scores", {}))
                 self.in_order.put(one.index)
             self.in_order.advance()
