@@ -3,7 +3,7 @@
 import json
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,36 +20,6 @@ from fengine.server.output_parser import OutputParser
 from fengine.server.template_facts import TemplateFacts, ThoughtTokens, thought_limit
 from fengine.server.tool_calls import Format, ToolCall, forced_schema, new_call_id, strict_tag
 from fengine.tokenizer.tokenizer import Tokenizer
-
-
-def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, head: Mapping[str, Any]) -> "ChatWriter":
-    """Errors: those of `Engine.chat_ids`; ApiError."""
-    tokenizer, chat, context = engine.tokenizer, request.chat_options, engine._parts.context_length
-    sampling = request.arguments["sampling_params"]
-    _check_length(request, context)
-    ids, images = chat_prompt(engine, chat, request.given["add_special_tokens"])
-    ids = request.given["truncation"].cut(ids, context, images) if request.given["truncation"] else ids
-    constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
-    channels = facts.channels is not None and not constrained  # harmony's, which are read as calls are
-    form = facts.form if channels or (chat.tools is not None and not chat.forced) else None
-    may_think = facts.thinks and not constrained
-    opened = may_think and facts.opened(tokenizer, ids)
-
-    def new_parser() -> OutputParser:
-        apart = chat.separate_reasoning
-        thought: dict[str, bool] = {"thinks": may_think and apart, "opened": opened and apart}
-        return OutputParser(form, **thought, forced=bool(chat.forced), functions=chat.callable)
-
-    sampling = _held(chat, facts, form, constrained) | sampling
-    arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}
-    arguments |= {"image_data": images} if images else {}
-    writer = ChatWriter(request, arguments, tokenizer, head, ids, new_parser)
-    writer.form = facts.form
-    if may_think and facts.channels is None:
-        writer.thoughts = [ThoughtTokens(tokenizer, opened) for _ in writer.parsers]
-    if not constrained:  # a grammar leaves no thought
-        writer.limit = thought_limit(request.given["thinking_token_budget"], writer.thoughts)
-    return writer
 
 
 def _check_length(request: OpenAIRequest, context: int) -> None:
@@ -97,22 +67,38 @@ def _template_values(chat: ChatOptions, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class ChatWriter(ChoiceWriter):
-    """Answers to chats. `new_parser`: of one choice. Modifies: itself, in a stream."""
+    """Answers to chats. Modifies: itself, in a stream."""
 
     names = ("chatcmpl-", "chat.completion", "chat.completion.chunk")
 
-    def __init__(
-        self, request: OpenAIRequest, arguments: dict[str, Any], tokenizer: Tokenizer, head: Mapping[str, Any],
-        ids: list[int], new_parser: Callable[[], OutputParser],
-    ) -> None:  # fmt: skip
-        super().__init__(request, arguments, tokenizer, head, [ids])
-        self.chat, self.ids = request.chat_options, ids
-        self.parsers = [new_parser() for _ in range(self.given["n"])]
-        self.form: Format | None = None  # of the calls that the template writes
-        self.called = [0] * self.given["n"]  # calls of a choice so far
+    def __init__(self, request: OpenAIRequest, engine: Engine, facts: TemplateFacts, head: Mapping[str, Any]) -> None:
+        """Errors: those of `Engine.chat_ids`; ApiError."""
+        self.chat = chat = request.chat_options
+        tokenizer, context, given = engine.tokenizer, engine._parts.context_length, request.given
+        _check_length(request, context)
+        ids, images = chat_prompt(engine, chat, given["add_special_tokens"])
+        self.ids = given["truncation"].cut(ids, context, images) if given["truncation"] else ids
+        sampling = request.arguments["sampling_params"]
+        constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
+        channels = facts.channels is not None and not constrained  # harmony's, which are read as calls are
+        form = facts.form if channels or (chat.tools is not None and not chat.forced) else None
+        held = _held(chat, facts, form, constrained)
+        arguments = request.arguments | {"input_ids": self.ids, "sampling_params": held | sampling}
+        arguments |= {"image_data": images} if images else {}
+        super().__init__(request, arguments, tokenizer, head, [self.ids])
+        may_think, apart = facts.thinks and not constrained, chat.separate_reasoning
+        opened = may_think and facts.opened(tokenizer, self.ids)
+        how: Any = {"thinks": may_think and apart, "opened": opened and apart, "forced": bool(chat.forced)}
+        self.parsers = [OutputParser(form, **how, functions=chat.callable) for _ in self._drawn]
+        self.form = facts.form  # of the calls that the template writes
+        self.called = [0] * len(self._drawn)  # calls of a choice so far
         self.thoughts: list[ThoughtTokens] = []  # of each choice, where it may think, and in no channel
-        last = self.chat.messages[-1]
-        echoes = self.given["echo"] and last.get("role") == "assistant" and isinstance(last.get("content"), str)
+        if may_think and facts.channels is None:
+            self.thoughts = [ThoughtTokens(tokenizer, opened) for _ in self._drawn]
+        if not constrained:  # a grammar leaves no thought
+            self.limit = thought_limit(given["thinking_token_budget"], self.thoughts)
+        last = chat.messages[-1]
+        echoes = given["echo"] and last.get("role") == "assistant" and isinstance(last.get("content"), str)
         self.echo = last["content"] if echoes else ""
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:

@@ -197,15 +197,28 @@ class CompletionWriter(ChoiceWriter):
 
     names = ("cmpl-", "text_completion", "text_completion")
 
-    def __init__(
-        self, request: OpenAIRequest, arguments: dict[str, Any], tokenizer: Tokenizer, head: Mapping[str, Any],
-        prompts: list[list[int]] | None, echoes: list[str] | None,
-    ) -> None:  # fmt: skip
-        super().__init__(request, arguments, tokenizer, head, prompts)
-        self.echoes = echoes
-        self.skip_special = skips_special(request)
-        self.begun = set[int]() if echoes or prompts else set(range(len(self._drawn)))  # nothing is to be told before
+    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, context: int, head: Mapping[str, Any]) -> None:
+        """Errors: InvalidRequestError, ContextLengthError."""
+        given, arguments, ids = request.given, dict(request.arguments), None
+        texts, cut, add_special = arguments.get("text"), given["truncation"], given["add_special_tokens"]
+        asked = given["return_prompt_token_ids"] or given["return_token_ids"]
+        if cut or not add_special or asked or given["stream_options"]["continuous_usage_stats"]:
+            kind = "input_ids" if texts is None else "text"
+            ids = prompt_ids(tokenizer, kind, arguments[kind], add_special, cut, context)
+            arguments |= {"text": None, "input_ids": ids}
+        super().__init__(request, arguments, tokenizer, head, ids)
+        self.skip_special = arguments["sampling_params"].get("skip_special_tokens") is not False
+        self.echoes: list[str] | None = None
+        if given["echo"] and texts is not None and cut is None:
+            self.echoes = [texts] if isinstance(texts, str) else texts
+        elif given["echo"]:
+            self.echoes = self._decoded(arguments["input_ids"], texts is None and self.skip_special)
+        self.begun = set[int]() if self.echoes or ids else set(range(len(self._drawn)))  # nothing to be told before
         self.offsets = defaultdict[int, Offsets](Offsets)  # of choices
+
+    def _decoded(self, ids: Any, skip_special: bool) -> list[str]:
+        rows, known = ids if isinstance(ids[0], list) else [ids], range(2**32)  # others are refused by the engine
+        return [self.tokenizer.decode([token for token in row if token in known], skip_special) for row in rows]
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         choice = {"prompt_token_ids": None} | self._choice(index, output, whole=True)
@@ -266,34 +279,3 @@ class CompletionWriter(ChoiceWriter):
         if ids and ids[0] == self.tokenizer.bos_id and not echo.startswith(pieces[0].decode("utf-8", "replace")):
             pieces[0] = b""
         return pieces
-
-
-def completion_writer(
-    request: OpenAIRequest, tokenizer: Tokenizer, context: int, head: Mapping[str, Any]
-) -> CompletionWriter:
-    """Errors: InvalidRequestError, ContextLengthError."""
-    given, arguments, ids = request.given, dict(request.arguments), None
-    texts, cut, add_special = arguments.get("text"), given["truncation"], given["add_special_tokens"]
-    asked = given["return_prompt_token_ids"] or given["return_token_ids"]
-    if cut or not add_special or asked or given["stream_options"]["continuous_usage_stats"]:
-        kind = "input_ids" if texts is None else "text"
-        ids = prompt_ids(tokenizer, kind, arguments[kind], add_special, cut, context)
-        arguments |= {"text": None, "input_ids": ids}
-    skip = texts is None and skips_special(request)
-    echoes = _echoes(arguments, texts if cut is None else None, tokenizer, skip) if given["echo"] else None
-    return CompletionWriter(request, arguments, tokenizer, head, ids, echoes)
-
-
-def skips_special(request: OpenAIRequest) -> bool:
-    """Whether texts leave special tokens out. Pure."""
-    return request.arguments["sampling_params"].get("skip_special_tokens") is not False
-
-
-def _echoes(
-    arguments: dict[str, Any], texts: str | list[str] | None, tokenizer: Tokenizer, skip_special: bool
-) -> list[str]:
-    if texts is not None:
-        return [texts] if isinstance(texts, str) else texts
-    rows, limit = arguments["input_ids"], range(2**32)  # others are refused by the engine
-    rows = rows if isinstance(rows[0], list) else [rows]
-    return [tokenizer.decode([token for token in row if token in limit], skip_special) for row in rows]

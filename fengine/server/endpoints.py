@@ -42,14 +42,14 @@ class Endpoint:
 
 def _completions(service: Service, body: Body) -> Plan:
     request = openai_body.read_completion(body, service.config.max_samples)
-    writer = choices.completion_writer(request, service.tokenizer, service.context, service.head(body))
+    writer = choices.CompletionWriter(request, service.tokenizer, service.context, service.head(body))
     return _planned(service, body, writer)
 
 
 def _chat(service: Service, body: Body) -> chat.ChatWriter:
     request = openai_body.read_chat(body, service.config.max_samples)
     facts = service.template_facts(request.chat_options.tools is not None)
-    return chat.chat_writer(request, service.engine, facts, service.head(body))
+    return chat.ChatWriter(request, service.engine, facts, service.head(body))
 
 
 def _planned(service: Service, body: Body, writer: choices.ChoiceWriter, told: Writer | None = None) -> Plan:

@@ -14,8 +14,8 @@ from fengine.api.streams import IndexQueue
 from fengine.errors import NumericsError
 from fengine.server import answers
 from fengine.server.answers import usage_of
-from fengine.server.chat import chat_writer
-from fengine.server.choices import completion_writer
+from fengine.server.chat import ChatWriter
+from fengine.server.choices import CompletionWriter
 from fengine.server.openai_body import read_chat, read_completion
 from fengine.server.template_facts import TemplateFacts
 
@@ -126,11 +126,11 @@ def test_nothing_comes_behind_an_error_of_a_stream() -> None:
 def test_events_of_text_alone_are_written_as_any_other(usage: bool, engine: Engine) -> None:
     asked = {"stream": True, "stream_options": {"include_usage": usage}}
     body, head, text = asked | {"prompt": PROMPT}, {"model": "box"}, 'a"\\\n\0é\u2028😀 "text": "\\u0000"'
-    writer = completion_writer(read_completion(body, 4), engine.tokenizer, 512, head)
+    writer = CompletionWriter(read_completion(body, 4), engine.tokenizer, 512, head)
     output: Any = {"text": text, "output_ids": [5], "meta_info": {"finish_reason": None}}
     assert writer.piece(0, output) == writer.piece(0, output) == writer.piece(0, output)  # the first is as all were
     assert writer.piece(0, output | {"text": ""}) == b""
-    chat = chat_writer(read_chat(asked | {"messages": CHAT}, 4), engine, TemplateFacts(), head)
+    chat = ChatWriter(read_chat(asked | {"messages": CHAT}, 4), engine, TemplateFacts(), head)
     for _ in range(2):
         told = json.loads((piece := chat.piece(0, output)).removeprefix(b"data: "))
         assert answers.event(told) == piece and ("usage" in told) is usage

@@ -13,7 +13,7 @@ from serving import Live, live, post, until  # noqa: E402
 
 from fengine.api.engine import Engine  # noqa: E402
 from fengine.api.io_struct import Function, Tool  # noqa: E402
-from fengine.server.chat import chat_writer  # noqa: E402
+from fengine.server.chat import ChatWriter  # noqa: E402
 from fengine.server.openai_body import read_chat  # noqa: E402
 from fengine.server.output_parser import OutputParser  # noqa: E402
 from fengine.server.parsers import FunctionCallParser  # noqa: E402
@@ -138,7 +138,7 @@ def test_ids_of_calls_are_those_of_the_format(client: Any, say: Any, server: Liv
 def test_calls_of_a_stream_are_counted_through(engine: Engine) -> None:
     facts = TemplateFacts(form=format_of("<|tool_calls_section_begin|>"))
     body = {"messages": CHAT, "tools": TOOLS, "stream": True}
-    writer, found = chat_writer(read_chat(body, 4), engine, facts, {"model": "box"}), []
+    writer, found = ChatWriter(read_chat(body, 4), engine, facts, {"model": "box"}), []
     call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     for _ in range(2):
         text = f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
