@@ -205,6 +205,8 @@ def test_a_decoder_that_cannot_start_is_told_and_starts_later(monkeypatch: pytes
 
 
 class _Pictures(BaseHTTPRequestHandler):
+    closing = threading.Event()
+
     def do_GET(self) -> None:
         if self.path == "/moved":
             self.send_response(302)
@@ -218,7 +220,7 @@ class _Pictures(BaseHTTPRequestHandler):
             return
         if self.path == "/never":  # an answer that goes on, each piece of it at once
             with contextlib.suppress(OSError):
-                for _ in range(200_000):
+                while not self.closing.is_set():  # not every kernel tells a writer at once that nobody reads
                     self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         found = self.path == "/a.png"
         self.send_response(200 if found else 404)
@@ -233,8 +235,10 @@ class _Pictures(BaseHTTPRequestHandler):
 def server() -> Iterator[str]:
     made = HTTPServer(("127.0.0.1", 0), _Pictures)
     thread = threading.Thread(target=made.serve_forever, daemon=True)
+    _Pictures.closing.clear()
     thread.start()
     yield f"http://127.0.0.1:{made.server_port}"
+    _Pictures.closing.set()
     made.shutdown()
     made.server_close()
 
