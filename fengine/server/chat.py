@@ -115,15 +115,10 @@ class ChatWriter(ChoiceWriter):
         delta = {"role": "assistant", "content": self.echo, "reasoning_content": None}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def said(self, text: str) -> dict[str, Any]:
-        return {"delta": {"reasoning_content": None, "content": text}}  # where SGLang's clients look
-
-    def chunk(self, index: int, output: Output) -> dict[str, Any] | str | None:
+    def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         new = self.parts(index, output, streamed=True)
-        if self._plain and new.keys() == {"content"} and finish_reason(output) is None:
-            return new["content"]
-        said = {"delta": {"reasoning_content": None, **new}} if new else self.said("")
-        choice = self._choice(index, output, said, whole=False)
+        delta = {"reasoning_content": None, **(new or {"content": ""})}  # where SGLang's clients look
+        choice = self._choice(index, output, {"delta": delta}, whole=False)
         if choice["finish_reason"]:
             choice["delta"] |= hidden_states(output)
         return choice if new or choice["finish_reason"] or self.of_each else None

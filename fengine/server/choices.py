@@ -1,13 +1,11 @@
 """OpenAI's answers of choices: what those of completions and chats share, and completions whole and in pieces."""
 
-import json
 import math
 import time
 from abc import abstractmethod
 from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from fengine.api.outputs import Output
@@ -77,12 +75,7 @@ class ChoiceWriter(Writer):
         options = self.given["stream_options"]
         self._usage = options["include_usage"]
         self._continuous = self._usage and options["continuous_usage_stats"]
-        text = json.dumps(self.around([]) if self._usage else {**self.head, "choices": []})
-        before, _, behind = text.partition('"choices": []')
-        self._before, self._behind = f'data: {before}"choices": [', f"]{behind}\n\n"
         self.of_each = self.given["return_token_ids"] or self.given["logprobs"] is not None  # token, something is told
-        self._plain = not (self._continuous or self.of_each)
-        self._frames: dict[int, list[str]] = {}  # of choices: an event of new text only, before that text and behind it
         self._drawn = [0] * (request.prompts * self.given["n"])  # tokens of each choice so far
 
     def around(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -98,12 +91,8 @@ class ChoiceWriter(Writer):
         return None
 
     @abstractmethod
-    def chunk(self, index: int, output: Output) -> dict[str, Any] | str | None:
-        """The choice of what is new; its text, if that is `_plain` and all there is; None if it shows nothing yet."""
-
-    @abstractmethod
-    def said(self, text: str) -> dict[str, Any]:
-        """How the choice of a chunk tells new text."""
+    def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
+        """The choice of what is new; None if it shows nothing yet."""
 
     def beside(self, outputs: list[Output]) -> dict[str, Any]:
         """What stands beside the choices: of complete outputs, or with none in the first chunk."""
@@ -123,12 +112,7 @@ class ChoiceWriter(Writer):
     def piece(self, index: int, output: Output) -> bytes:
         self._drawn[index] += len(output["output_ids"])
         choice = self.chunk(index, output)
-        if not isinstance(choice, str):
-            return b"" if choice is None else self._event(choice)
-        if index not in self._frames:
-            told = self._event(self.framed(index, output, self.said("\0"), None, whole=False)).decode()
-            self._frames[index] = told.split('"\\u0000"')
-        return encode_basestring_ascii(choice).join(self._frames[index]).encode()
+        return b"" if choice is None else self._event(choice)
 
     def last(self, outputs: list[Output]) -> bytes:
         """With the usage, if it was asked for."""
@@ -137,13 +121,11 @@ class ChoiceWriter(Writer):
         return event(self.around([], self.usage(outputs))) + DONE
 
     def _event(self, choice: dict[str, Any], beside: Mapping[str, Any] | None = None) -> bytes:
-        if not (beside or self._continuous):  # most are such, and there are many
-            return f"{self._before}{json.dumps(choice)}{self._behind}".encode()
         usage, index = None, choice["index"]
         if self._continuous and self.prompts is not None:
             usage = counted(len(self.prompts[index // self.given["n"]]), self._drawn[index])
-        frame = {**self.around([choice], usage), **(beside or {})}
-        return event(frame if self._usage else {k: v for k, v in frame.items() if k != "usage"})
+        told = {"usage": usage} if self._usage else {}
+        return event({**self.head, "choices": [choice], **told, **(beside or {})})
 
     # Parts of choices.
 
@@ -213,7 +195,7 @@ class CompletionWriter(ChoiceWriter):
             self.echoes = [texts] if isinstance(texts, str) else texts
         elif given["echo"]:
             self.echoes = self._decoded(arguments["input_ids"], texts is None and self.skip_special)
-        self.begun = set[int]() if self.echoes or ids else set(range(len(self._drawn)))  # nothing to be told before
+        self.begun = set[int]()  # choices whose prompt is told
         self.offsets = defaultdict[int, Offsets](Offsets)  # of choices
 
     def _decoded(self, ids: Any, skip_special: bool) -> list[str]:
@@ -224,12 +206,7 @@ class CompletionWriter(ChoiceWriter):
         choice = {"prompt_token_ids": None} | self._choice(index, output, whole=True)
         return choice | {"prompt_logprobs": self.prompt_logprobs(output)}
 
-    def said(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def chunk(self, index: int, output: Output) -> dict[str, Any] | str | None:
-        if self._plain and index in self.begun and output["meta_info"]["finish_reason"] is None:
-            return output["text"] or None
+    def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         choice = self._choice(index, output, whole=False)
         return choice if choice["text"] or choice["finish_reason"] or self.of_each else None
 
@@ -239,7 +216,7 @@ class CompletionWriter(ChoiceWriter):
         self.begun.add(index)
         echo = None if self.echoes is None or not first else self.echoes[prompt]
         logprobs = None if self.given["logprobs"] is None else self._logprobs(index, output, echo)
-        choice = self.framed(index, output, self.said((echo or "") + output["text"]), logprobs, whole)
+        choice = self.framed(index, output, {"text": (echo or "") + output["text"]}, logprobs, whole)
         if choice["finish_reason"] is not None:
             choice |= hidden_states(output)
         asked = self.given["return_prompt_token_ids"] or self.given["return_token_ids"]
