@@ -162,7 +162,7 @@ def pair_ids(context: EngineContext, pairs: Any, most: int | None = None, side: 
     for i, pair in enumerate(pairs):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise InvalidRequestError(f"prompt[{i}] must be a pair [query, document] of texts, got {told(pair)}.")
-        query, document = (tokenizer.check_text(text, f"prompt[{i}][{j}]") for j, text in enumerate(pair))
+        query, document = (tokenizer.check_text(text, f"prompt[{i}][{j}]", True) for j, text in enumerate(pair))
         encoded = tokenizer.encode_pair(query, document, most, side)
         kinds = encoded.type_ids if tokenizer.typed and spec.token_types > 1 else [0] * len(encoded.ids)
         rows.append([token + kind * spec.vocab_size for token, kind in zip(encoded.ids, kinds, strict=True)])

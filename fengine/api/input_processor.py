@@ -78,7 +78,7 @@ def _check(
     `turns`. Errors: InvalidRequestError and its kinds."""
     parts = context.parts
     _refuse_without_text(parts, params)
-    ids, spans, rope = prompt_ids(parts, prompt), (), None
+    ids, spans, rope = prompt_ids(parts, prompt, context.args.allow_auto_truncate), (), None
     if prompt.session_params is not None or prompt.image_data is not None or parts.images is not None:
         ids, spans, rope = call_options.prompt_in_place(context, prompt, ids, turns)
     ids = _fitting(context, ids, params.max_new_tokens == 0, cut=not spans)
@@ -131,15 +131,15 @@ def _seed(engine_seed: int, params: SamplingParams, index: int, sample: int) -> 
     return derive_seed(engine_seed, index) if params.n == 1 else derive_seed(engine_seed, index, sample)
 
 
-def prompt_ids(parts: Parts, prompt: GenerateReqInput) -> list[int]:
-    """The prompt as ids within the width of the logits."""
+def prompt_ids(parts: Parts, prompt: GenerateReqInput, cut: bool) -> list[int]:
+    """The prompt as ids within the width of the logits; `cut`: they may be too many."""
     vocab_size, tokenizer = parts.spec.input_ids, parts.tokenizer
     if prompt.input_ids is not None:
         return check_ids(prompt.input_ids, vocab_size)
     if tokenizer is None:
         why = "The engine initialized with skip_tokenizer_init=True cannot accept text prompts"
         raise InvalidRequestError(f"{why}; give input_ids.")
-    ids = tokenizer.encode(prompt.text)
+    ids = tokenizer.ids_of([tokenizer.check_text(prompt.text, cut=cut)], add_special_tokens=True)[0]
     if not ids:
         raise InvalidRequestError("the prompt is empty and this model has no bos token to start from.")
     return check_ids(ids, vocab_size)

@@ -41,7 +41,7 @@ class Loaded:
 
 
 def load(
-    config: EngineConfig, make_tokenizer: Callable[[Path], Any], group: Group | None = None, weights: bool = True
+    config: EngineConfig, make_tokenizer: Callable[..., Any], group: Group | None = None, weights: bool = True
 ) -> Loaded:
     """Reads model and tokenizer, without `weights` no parameters. Errors: ConfigError, ModelLoadError and kinds,
     OutOfMemoryError."""
@@ -58,7 +58,7 @@ def load(
     if not model.skip_tokenizer_init:
         path = model.tokenizer_path
         folder = resolve_model(path, weights=False, cache_dir=model.download_dir) if path else model_dir
-        tokenizer = make_tokenizer(folder)
+        tokenizer = make_tokenizer(folder, context_length=context)
     eos_ids = read_eos_ids(model_dir, model.json_overrides) | (tokenizer.eos_ids if tokenizer else frozenset())
     behind = sorted(token for token in eos_ids if token >= spec.vocab_size)
     if behind and spec.generates and not (group and group.rank):  # as a config class of transformers has by default

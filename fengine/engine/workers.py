@@ -46,7 +46,7 @@ class AdapterSlots(Protocol):
 class Features:
     """What plugs into an engine, made by packages that stand above it."""
 
-    tokenizer: Callable[[Path], Any]  # of a directory
+    tokenizer: Callable[..., Any]  # of a directory, for a context_length
     adapters: Callable[[LoraConfig, ModelSpec, Params, str, Group | None], AdapterSlots | None]  # modifies the params
     speculation: Callable[[EngineConfig, ModelSpec, Params], Speculation | None]  # loads the draft, if there is one
     images: Callable[[EngineConfig, Path, ModelSpec, Any], Any]  # what reads a call's images; may be None

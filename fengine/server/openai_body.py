@@ -255,7 +255,7 @@ def prompt_ids(
     """The ids of each of the prompts that `texts_or_ids` read. Errors: InvalidRequestError and its kinds; ApiError."""
     if kind == "text":
         texts = [prompts] if isinstance(prompts, str) else prompts
-        rows = tokenizer.encode_batch(texts, add_special_tokens=add_special)
+        rows = tokenizer.encode_batch(texts, add_special_tokens=add_special, cut=cut is not None)
     else:
         rows = prompts if isinstance(prompts[0], list) else [prompts]
     return [cut.cut(row, context) for row in rows] if cut else rows

@@ -94,7 +94,7 @@ def _scored(
         score = heads.of_scores(hf_config(engine._parts), pooling_of(engine._context).activation, wanted)
         return EncodeReqInput(ids), count, lambda told: [_label(one["embedding"], score) for one in complete(told)]
     for i, text in enumerate(texts := first + second):
-        tokenizer_of(engine).check_text(text, f"prompt[{i % count}][{i // count}]")
+        tokenizer_of(engine).check_text(text, f"prompt[{i % count}][{i // count}]", cut is not None)
 
     def cosines(outputs: list[Output]) -> list[float]:
         vectors = [output["embedding"] for output in complete(outputs)]
@@ -121,7 +121,7 @@ def _label(vector: list[float], activation: heads.Activation) -> float:
 def _shortened(texts: list[str], most: int, engine: Engine) -> list[str]:
     """Each up to the end of so many of its tokens. Errors: InvalidRequestError and its kinds."""
     tokenizer = tokenizer_of(engine)
-    checked = [tokenizer.check_text(text, f"documents[{i}]") for i, text in enumerate(texts)]
+    checked = [tokenizer.check_text(text, f"documents[{i}]", True) for i, text in enumerate(texts)]
     places = [tokenizer.backend.encode(text, add_special_tokens=False).offsets for text in checked]
     return [text[: at[most - 1][1]] if len(at) > most else text for text, at in zip(texts, places, strict=True)]
 

@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 CHARS_PER_TOKEN = 8  # cap on text before tokenizing, which can be slow on text made to be slow
 SLACK_CHARS = 4096
-DEFAULT_CONTEXT = 131_072  # where neither the caller nor config.json tells
+DEFAULT_CONTEXT = 131_072  # where the caller does not tell
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
     """Immutable and thread-safe. Build with `from_directory`. `special_tokens` maps "bos_token", "eos_token", … to
     their text. `eos_ids` is the union of the tokenizer's, the model config's and the generation config's
-    end-of-sequence ids. `max_chars` caps the length of one text. `typed`: a model is told of which text of a pair each
-    token is, unless its tokenizer's config names inputs without that."""
+    end-of-sequence ids. `max_chars` caps the length of a text that is not cut. `typed`: a model is told of which
+    text of a pair each token is, unless its tokenizer's config names inputs without that."""
 
     backend: Backend = field(repr=False)
     special_tokens: dict[str, str]
@@ -45,26 +45,21 @@ class Tokenizer:
     typed: bool = True
 
     @classmethod
-    def from_directory(
-        cls, path: str | Path, *, context_length: int | None = None, max_chars: int | None = None
-    ) -> "Tokenizer":
+    def from_directory(cls, path: str | Path, *, context_length: int = DEFAULT_CONTEXT) -> "Tokenizer":
         """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, special_tokens_map.json, and of
-        config.json and generation_config.json the end-of-sequence ids and the context length.
+        config.json and generation_config.json the end-of-sequence ids.
 
-        `max_chars` defaults to 8 characters per token of context, plus some.
         Errors: ModelLoadError (missing, corrupt, SentencePiece only), UnsupportedFeatureError (unknown decoder)."""
         files = read_files(Path(path))
         backend, special, cut_side = load_pipeline(files)
         inputs = files.config.get("model_input_names")
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
-        declared = files.model.get("max_position_embeddings")
-        context = context_length or (declared if isinstance(declared, int) and declared > 0 else DEFAULT_CONTEXT)
         tokenizer = cls(
             backend=backend,
             special_tokens=special,
             bos_id=ids.get("bos_token"),
             eos_ids=files.model_eos_ids | {i for i in [ids.get("eos_token")] if i is not None},
-            max_chars=max_chars or CHARS_PER_TOKEN * context + SLACK_CHARS,
+            max_chars=CHARS_PER_TOKEN * context_length + SLACK_CHARS,
             chat_templates=files.chat_templates,
             cleanup=files.config.get("clean_up_tokenization_spaces") is True  # which transformers obeys, but for BPE
             and not isinstance(backend.model, models.BPE),
@@ -89,8 +84,9 @@ class Tokenizer:
     def decoding(self) -> Decoding:
         return Decoding(self.backend, self.cleanup)
 
-    def check_text(self, text: Any, name: str = "prompt") -> str:
-        """Errors: InvalidRequestError (not a str, lone surrogate), ContextLengthError (over `max_chars`)."""
+    def check_text(self, text: Any, name: str = "prompt", cut: bool = False) -> str:
+        """Errors: InvalidRequestError (not a str, lone surrogate), ContextLengthError (over `max_chars`, unless its ids
+        are `cut` to what fits)."""
         if isinstance(text, (bytes, bytearray)):
             raise InvalidRequestError(f"{name} is bytes; decode it first: {name}.decode('utf-8').")
         if not isinstance(text, str):
@@ -101,7 +97,7 @@ class Tokenizer:
             }
             hint = other.get(type(text), "") if name == "prompt" else ""
             raise InvalidRequestError(f"{name} must be a string, got {type(text).__name__}{hint}.")
-        if len(text) > self.max_chars:
+        if len(text) > self.max_chars and not cut:
             raise ContextLengthError(
                 f"{name} has {len(text)} characters, more than the limit of {self.max_chars} "
                 f"({CHARS_PER_TOKEN} per token of context); shorten it or pass input_ids."
@@ -121,7 +117,7 @@ class Tokenizer:
         """Ids of one text; special-token text in it is parsed as special, as transformers does. With `max_length` the
         text is cut, on a `side` or that of the tokenizer, so that the ids with those added are no more. Errors:
         InvalidRequestError, ContextLengthError."""
-        ids = self.ids_of([self.check_text(text)], add_special_tokens)[0]
+        ids = self.ids_of([self.check_text(text, cut=max_length is not None)], add_special_tokens)[0]
         if max_length is None or len(ids) <= max_length:
             return ids
         encoding = self.backend.encode(text, add_special_tokens=False)
@@ -150,12 +146,15 @@ class Tokenizer:
         start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
         return [*whole[:start], *ids, *whole[start + len(bare) :]]
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of each text, in parallel. Errors: InvalidRequestError that lists every bad item."""
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, cut: bool = False
+    ) -> list[list[int]]:
+        """`encode` of each text, in parallel; `cut`: as of `check_text`. Errors: InvalidRequestError that lists every
+        bad item."""
         problems: list[InvalidRequestError] = []
         for i, text in enumerate(texts):
             try:
-                self.check_text(text, f"prompt[{i}]")
+                self.check_text(text, f"prompt[{i}]", cut)
             except InvalidRequestError as error:
                 problems.append(error)
         if problems:

@@ -273,9 +273,12 @@ def test_a_run_leaves_to_the_model_what_it_does_not_set() -> None:
 
 
 def test_values_over_those_of_the_config_are_applied_and_checked_like_them() -> None:
-    for given in ({"max_position_embeddings": 64}, '{"max_position_embeddings": 64}'):
-        with Engine(model_path="box", json_model_override_args=given) as engine:
-            assert engine.tokenizer_manager.context_len == 64
+    for given in ({"max_position_embeddings": 4096}, '{"max_position_embeddings": 4096}'):
+        with Engine(model_path="box", json_model_override_args=given, allow_auto_truncate=True) as engine:
+            assert engine.tokenizer_manager.context_len == 4096
+            assert engine.tokenizer.max_chars == 8 * 4096 + 4096
+            with pytest.warns(UserWarning, match="was truncated to its first 2047 tokens"):  # however long it is
+                engine.generate("a " * 40_000, {"max_new_tokens": 0})
     with pytest.raises(FengineError, match="hidden_act"):
         Engine(model_path="box", json_model_override_args={"hidden_act": "gelu"})
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,10 +157,10 @@ def test_bad_texts(made):
 
 def test_length_cap(made):
     folder = made("byte_level")[0]
-    tokenizer = Tokenizer.from_directory(folder)
-    assert tokenizer.max_chars == 8 * 64 + 4096  # context from config.json
-    assert Tokenizer.from_directory(folder, context_length=100).max_chars == 800 + 4096
-    small = Tokenizer.from_directory(folder, max_chars=10)
+    tokenizer = Tokenizer.from_directory(folder, context_length=100)
+    assert tokenizer.max_chars == 800 + 4096
+    small = replace(tokenizer, max_chars=10)
     assert len(small.encode("x" * 10)) == 10
     with pytest.raises(ContextLengthError, match="11 characters, more than the limit of 10"):
         small.encode("x" * 11)
+    assert len(small.encode("x" * 11, max_length=4)) == 4
