@@ -35,6 +35,7 @@ from fengine.config.schema import (
     Policy,
     SchedulerConfig,
     SpeculationConfig,
+    Tuples,
 )
 
 __all__ = [
@@ -42,5 +43,5 @@ __all__ = [
     "MAX_PROCESSES", "MAX_RANK", "MAX_ROWS", "QUANTIZATIONS", "check", "check_adapter", "check_home", "check_seed",
     "held", "outside", "resolve", "Algorithm", "CacheConfig", "CompileConfig", "Dtype", "EngineConfig", "LoadFormat",
     "LoraConfig", "ModelConfig", "MultimodalConfig", "Numerics", "ParallelConfig", "Policy", "SchedulerConfig",
-    "SpeculationConfig",
+    "SpeculationConfig", "Tuples",
 ]  # fmt: skip

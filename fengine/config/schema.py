@@ -161,8 +161,17 @@ class ParallelConfig:
     dp_restart: bool = False
 
 
+class Tuples:
+    """A dataclass whose fields get tuples where OmegaConf, or a caller, gives lists."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+
+
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Tuples):
     """LoRA adapters. `paths` are those loaded at the start, each "name=path", or a path that is its own name; the names
     in `pinned` keep their slot. `enabled` None: if there are any.
 
@@ -178,12 +187,6 @@ class LoraConfig:
     target_modules: tuple[str, ...] | None = None
     max_loaded_loras: int | None = None
 
-    def __post_init__(self) -> None:
-        """OmegaConf gives lists for tuples."""
-        for name in ("paths", "pinned", "target_modules"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-
     @property
     def on(self) -> bool:
         return bool(self.paths) if self.enabled is None else self.enabled
@@ -195,7 +198,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class MultimodalConfig:
+class MultimodalConfig(Tuples):
     """Images. `cache_mib` of the device's memory keep embeddings, so that an image is encoded once.
 
     An image may have `max_image_mib` of encoded bytes and `max_image_pixels`. http(s) is read only with
@@ -209,10 +212,6 @@ class MultimodalConfig:
     allow_image_urls: bool = False
     image_hosts: tuple[str, ...] = ()
     image_folder: str | None = None
-
-    def __post_init__(self) -> None:
-        """OmegaConf gives lists for tuples."""
-        object.__setattr__(self, "image_hosts", tuple(self.image_hosts))
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def test_a_torn_line_longer_than_the_tail_costs_itself_only(tmp_path: Path) -> N
     with Trace(path, 1, steps=True) as one:
         one.step(record(0, ["a"]))
     good = path.read_bytes()[: -len(trace.END)]
-    path.write_bytes(good + b',\n{"ph":"X","args":{"rows":"' + b"1@1+1 " * trace.TAIL)
+    path.write_bytes(good + b',\n{"ph":"X","args":{"rows":"' + b"1@1+1 " * 65536)
     with Trace(path, 2, steps=True):
         pass
     assert path.read_bytes().startswith(good) and [e["pid"] for e in json.loads(path.read_text())][-1] == 2

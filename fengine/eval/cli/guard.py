@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -25,25 +25,13 @@ BASIC = {
 IN_PROCESS = "a sweep runs in this process, with the basic sweeper, so that the model is loaded once"
 
 
-class LauncherKind(NamedTuple):
-    """A launcher that may be chosen: the class that its own config names, and how to install it."""
-
-    target: str
-    remedy: str
-
-
-# Those of Hydra's launchers that `fengine eval -m` takes, by the name of their config. No other class is ever made.
+# Those of Hydra's launchers that `fengine eval -m` takes, by the name of their config: the class that this names, and
+# what installs it. No other class is ever made.
 LAUNCHERS = {
-    "joblib": LauncherKind(
-        "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", "pip install 'fengine[joblib]'"
-    ),
-    "submitit_local": LauncherKind(
-        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher", "pip install 'fengine[submitit]'"
-    ),
-    "submitit_slurm": LauncherKind(
-        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher", "pip install 'fengine[submitit]'"
-    ),
-    "ray": LauncherKind("hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher", "pip install hydra-ray-launcher"),
+    "joblib": ("hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", "'fengine[joblib]'"),
+    "submitit_local": ("hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher", "'fengine[submitit]'"),
+    "submitit_slurm": ("hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher", "'fengine[submitit]'"),
+    "ray": ("hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher", "hydra-ray-launcher"),
 }
 # The parts of Hydra's own config by which a file could make Hydra import or call something: key, only value, reason.
 FIXED_HYDRA: tuple[tuple[str, Any, str], ...] = (
@@ -106,7 +94,7 @@ def check_config(job: Any, hydra: Any, schema: Schema) -> None:
     plugins = {name: dict(hydra[name]) for name in BASIC}
     known, chosen = dict(BASIC), hydra["runtime"]["choices"]["hydra/launcher"]
     if schema.launchers and chosen in LAUNCHERS:
-        known["launcher"] = LAUNCHERS[chosen].target
+        known["launcher"] = LAUNCHERS[chosen][0]
     elif chosen != "basic":
         raise ConfigError(f"hydra/launcher={chosen} is not known; {launchers_told(schema)}")
     for name, plugin in plugins.items():
@@ -224,7 +212,7 @@ def _missing_option(error: MissingConfigException, schema: Schema) -> str:
     options = sorted(error.options or ())
     if group == "hydra/launcher":
         if option in LAUNCHERS:
-            return f"hydra/launcher={option} needs a package that is not installed: {LAUNCHERS[option].remedy}"
+            return f"hydra/launcher={option} needs a package that is not installed: pip install {LAUNCHERS[option][1]}"
         return f"no launcher {option!r}; {launchers_told(schema)}"
     if not options:
         return _short(str(error).splitlines()[0])

@@ -94,7 +94,7 @@ def launch(command: Namespace, schema: Schema, home: Path, points: Sequence[Poin
             master.hydra.sweep.dir = str(home)
         kinds = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in Plugins.instance().discover(Launcher)}
         settings = {str(key): value for key, value in master.hydra.launcher.items() if key != "_target_"}
-        launcher: Any = kinds[LAUNCHERS[name].target](**settings)
+        launcher: Any = kinds[LAUNCHERS[name][0]](**settings)
         context = HydraContext(main.config_loader, Callbacks())
         launcher.setup(hydra_context=context, task_function=partial(_one, work, schema), config=master)
         own = ["hydra.output_subdir=null", f"hydra.sweep.dir={quoted(str(home))}"]

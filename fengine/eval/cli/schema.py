@@ -90,13 +90,14 @@ def _plain(value: Any) -> Any:
 
 def flat(config: Any) -> dict[str, Any]:
     """A config dataclass as {"section.key": plain JSON value}; the engine's sections stand at the top. Pure."""
-    return dict(_flatten(nested(config), ""))
+    return dict(flattened(nested(config)))
 
 
-def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def flattened(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """("section.key", value) of every leaf of nested mappings. Pure."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -18,7 +18,7 @@ from fengine.eval.cli.recompose import restore
 from fengine.eval.cli.view import count, place, say
 from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs.config import EVAL, parse_shard
-from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
+from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder, read_object
 from fengine.eval.runs.index import NOTHING, RowTable, read_table
 from fengine.eval.runs.journal import encode, header, read_at
 from fengine.eval.runs.record import METRICS, finish, read_metrics
@@ -118,7 +118,7 @@ def fitting(shards: Sequence[Shard]) -> list[Shard]:
 def merge(folder: RunFolder, shards: Sequence[Shard]) -> dict[str, Any]:
     """Writes the run of `shards` (those of `fitting`) into `folder`; returns metrics.json's content. Where the same
     merge was interrupted, it goes on; where it has been done, nothing is. Errors: ResumeMismatchError, StorageError."""
-    identity, record = shards[0].whole(), folder.read(MANIFEST)
+    identity, record = shards[0].whole(), read_object(folder.path / MANIFEST)
     parts = [
         {"shard": s.name, "folder": str(s.folder), "outputs_sha256": s.manifest["result"]["outputs_sha256"]}
         for s in shards

@@ -13,6 +13,7 @@ from typing import Any
 
 from fengine.core.json_text import json_object
 from fengine.errors import ConfigError, StorageError
+from fengine.eval.cli.schema import flattened
 from fengine.eval.cli.view import clock, duration, place
 from fengine.eval.runs.config import SamplingConfig
 from fengine.eval.runs.folder import read_object
@@ -129,20 +130,19 @@ def facts(identity: dict[str, Any], in_force: Any) -> list[list[Any]]:
     found: list[list[Any]] = []
     for group in [*GROUPS, *(key for key in identity if key not in (*GROUPS, "config_sha256"))]:
         if group in identity:
-            pairs = [pair for pair in flat(identity[group], "") if f"{group}.{pair[0]}" not in HIDDEN]
+            pairs = [pair for pair in flat(identity[group]) if f"{group}.{pair[0]}" not in HIDDEN]
             found.append([group, [[key or group, value] for key, value in pairs]])
     if in_force is not None:
-        values = flat({k: v for k, v in in_force.items() if k != "engine"}, "")
+        values = flat({k: v for k, v in in_force.items() if k != "engine"})
         mine, engine = identity["config"], mapping(in_force.get("engine"))
         found.append(["in force", [*values, *([k, cut(told(v), 400)] for k, v in engine.items() if mine.get(k) != v)]])
     return found
 
 
-def flat(value: Any, prefix: str) -> list[list[str]]:
+def flat(value: Any) -> list[list[str]]:
     """[key, text] of every leaf. Pure."""
-    if isinstance(value, dict):
-        return [pair for k, v in value.items() for pair in flat(v, f"{prefix}.{k}" if prefix else str(k))]
-    return [[cut(prefix, 200), cut(public(told(value)), 400)]]
+    leaves = flattened(value) if isinstance(value, dict) else [("", value)]
+    return [[cut(key, 200), cut(public(told(leaf)), 400)] for key, leaf in leaves]
 
 
 def commands(manifest: dict[str, Any], folder: Path) -> list[list[str]]:

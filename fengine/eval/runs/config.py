@@ -14,7 +14,7 @@ from fengine.core.sampling_params import PARAMETERS, SamplingParams
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli.schema import Schema
 from fengine.eval.tasks import task_config
-from fengine.eval.tasks.judge import Tuples
+from fengine.eval.tasks.judge import Given
 from fengine.eval.tasks.task_config import Format, Match, TaskConfig
 from fengine.tokenizer.stop_regex import compile_patterns
 
@@ -58,7 +58,7 @@ _Sampling: Any = make_dataclass("_Sampling", _sampling_fields(), frozen=True)
 
 
 @dataclass(frozen=True)
-class SamplingConfig(Tuples, _Sampling):
+class SamplingConfig(Given, _Sampling):
     """The engine's sampling parameters as a caller writes them: temperature 0 is greedy, top_k None is off."""
 
     def as_dict(self) -> dict[str, Any]:

@@ -155,10 +155,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             return f"process {pid} has gone, but one that it started still holds the lock: end that one"
         return f"process {pid} on {host}"
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        """A JSON object, or None if there is no such file. Errors: StorageError if it is none."""
-        return read_object(self.path / name)
-
     def write(self, name: str, content: Content) -> None:
         """A whole file, durable, or the one that was there before. Errors: StorageError."""
         self.write_several({name: content})

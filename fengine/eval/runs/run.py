@@ -26,7 +26,7 @@ from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs.answering import given_sampling
 from fengine.eval.runs.config import EvalConfig, RunConfig, TemplateConfig, parse_shard
 from fengine.eval.runs.config import Trace as TraceKind
-from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
+from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder, read_object
 from fengine.eval.runs.index import NOTHING, RowIndex, RowTable, index_rows, reopen
 from fengine.eval.runs.journal import Entry, Journal, read_at
 from fengine.eval.runs.loop import ALIKE, Job, Loop
@@ -161,7 +161,7 @@ def render_of(engine: Any, chat: TemplateConfig) -> Any:
 
 def open_record(folder: RunFolder, point: Point, what: dict[str, Any], base: Path) -> dict[str, Any]:
     """The run's manifest: new, or the one that is there. Errors: ResumeMismatchError, StorageError."""
-    record = folder.read(MANIFEST)
+    record = read_object(folder.path / MANIFEST)
     if record is not None:
         known, allow = manifest.recorded(record, folder.path), point.config.resume.allow_code_change
         known = manifest.completed(known, "config", manifest.settings(EvalConfig()))

@@ -71,7 +71,7 @@ class Sweep:
             else:
                 one.folder = os.path.relpath(job.directory, home)
             self.points.append(one)
-        if folder is not None and (before := folder.read(SWEEP)) is not None:
+        if folder is not None and (before := read_object(home / SWEEP)) is not None:
             self._refuse_others(before, home)
         self.write()
 

@@ -28,13 +28,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fengine.core.step_trace import StepRecord
 from fengine.eval.cli.view import Progress
 
-END, TAIL = b"\n]\n", 1 << 16
+END = b"\n]\n"
 MAX_BYTES = 192 << 20  # a longer run keeps its first part
 MAX_LINE = 16 << 20  # no line of ours is longer
 PHASES = (
@@ -236,18 +237,13 @@ def _reopen(path: Path) -> BinaryIO:
         raise OSError(errno.EINVAL, "it is no file")
     file = path.open("r+b" if path.exists() else "w+b")
     try:
-        size, reach = file.seek(0, os.SEEK_END), TAIL
-        while True:
-            at = file.seek(max(0, size - reach))
-            tail = file.read()
-            ended, going = tail.rfind(END), tail.rfind(b",\n")
-            if max(ended, going) >= 0 or at == 0:
-                break
-            reach *= 4
-        found = max(ended, going) >= 0
-        file.seek(at + max(ended, going) + (len(b",\n") if going > ended else 0) if found else 0)
+        ended = going = -1
+        if os.fstat(file.fileno()).st_size:
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as whole:
+                ended, going = whole.rfind(END), whole.rfind(b",\n")
+        file.seek(going + len(b",\n") if going > ended else max(ended, 0))
         file.truncate()
-        file.write(b"[\n" if not found else b"" if going > ended else b",\n")
+        file.write(b"" if going > ended else b",\n" if ended >= 0 else b"[\n")
     except OSError:
         file.close()
         raise

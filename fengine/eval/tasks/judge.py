@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import permutations
 from typing import Any, Self
 
-from fengine.config import held
+from fengine.config import Tuples, held
 from fengine.core.json_text import json_object
 from fengine.core.scalars import told
 from fengine.errors import ConfigError
@@ -28,13 +28,8 @@ RESPONSE = "response"  # the name of the answer in a judge's template
 FIGURES = ("judge", "rating", "judged")
 
 
-class Tuples:
-    """A dataclass whose fields get tuples where OmegaConf gives lists."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
+class Given(Tuples):
+    """A dataclass that callers in Python write as a mapping."""
 
     @classmethod
     def of(cls, name: str, values: Any) -> Self:
@@ -48,7 +43,7 @@ class Tuples:
 
 
 @dataclass(frozen=True)
-class JudgeConfig(Tuples):
+class JudgeConfig(Given):
     """The run's own model judges each answer: what it is asked, and how its verdict is read."""
 
     prompt: str | None = None  # a template of the row's columns and {response}, the answer; None: no judge

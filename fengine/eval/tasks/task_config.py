@@ -6,10 +6,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from fengine.config import held
+from fengine.config import Tuples, held
 from fengine.errors import ConfigError
 from fengine.eval.tasks import judge
-from fengine.eval.tasks.judge import JudgeConfig, Tuples
+from fengine.eval.tasks.judge import JudgeConfig
 from fengine.eval.tasks.scoring import NORMAL_FORMS, pattern_problems
 
 
