@@ -69,7 +69,7 @@ def usage_of(outputs: list[Output], samples: int = 1) -> dict[str, Any]:
     metas = [output["meta_info"] for output in outputs]
     prompts = sum(meta["prompt_tokens"] for meta in metas[::samples])
     completions = sum(meta.get("completion_tokens", 0) for meta in metas)
-    cached = sum(meta["cached_tokens"] for meta in metas[::samples])
+    cached = sum(meta.get("cached_tokens", 0) for meta in metas[::samples])
     told = {"prompt_tokens_details": {"cached_tokens": cached}} if cached else {}  # as SGLang and vLLM
     return counted(prompts, completions) | told
 

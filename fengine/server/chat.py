@@ -108,8 +108,7 @@ class ChatWriter(ChoiceWriter):
         none = dict.fromkeys(("refusal", "reasoning_content", "reasoning"))
         message = {"role": "assistant", "content": content, **none, **parts}
         choice = self._choice(index, output, {"message": message}, whole=True) | hidden_states(output)
-        asked = self.given["return_prompt_token_ids"] or self.given["return_token_ids"]
-        return choice | ({"prompt_token_ids": self.ids} if asked else {})
+        return choice | ({"prompt_token_ids": self.ids} if self.given["return_prompt_token_ids"] else {})
 
     def opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": self.echo, "reasoning_content": None}

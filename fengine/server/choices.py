@@ -183,8 +183,8 @@ class CompletionWriter(ChoiceWriter):
         """Errors: InvalidRequestError, ContextLengthError."""
         given, arguments, ids = request.given, dict(request.arguments), None
         texts, cut, add_special = arguments.get("text"), given["truncation"], given["add_special_tokens"]
-        asked = given["return_prompt_token_ids"] or given["return_token_ids"]
-        if cut or not add_special or asked or given["stream_options"]["continuous_usage_stats"]:
+        counts = given["return_prompt_token_ids"] or given["stream_options"]["continuous_usage_stats"]
+        if cut or not add_special or counts:
             kind = "input_ids" if texts is None else "text"
             ids = prompt_ids(tokenizer, kind, arguments[kind], add_special, cut, context)
             arguments |= {"text": None, "input_ids": ids}
@@ -219,8 +219,7 @@ class CompletionWriter(ChoiceWriter):
         choice = self.framed(index, output, {"text": (echo or "") + output["text"]}, logprobs, whole)
         if choice["finish_reason"] is not None:
             choice |= hidden_states(output)
-        asked = self.given["return_prompt_token_ids"] or self.given["return_token_ids"]
-        if first and asked and self.prompts is not None:
+        if first and self.given["return_prompt_token_ids"] and self.prompts is not None:
             choice["prompt_token_ids"] = self.prompts[prompt]
         return choice
 

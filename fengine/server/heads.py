@@ -29,16 +29,8 @@ ENCODING: Fields = {
 }
 
 
-def check_encoding(given: Mapping[str, Any]) -> None:
-    """Errors: ApiError for what says something about base64, beside a list of numbers."""
-    for name in ("embed_dtype", "endianness"):
-        if given["encoding_format"] == "float" and given[name] != ENCODING[name].default:
-            told = f"{name}={given[name]} is of vectors in base64, and encoding_format is float"
-            raise invalid(name, f"{told}: ask for encoding_format=base64, or leave {name} out.")
-
-
 def written(vector: list[float], given: Mapping[str, Any]) -> list[float] | str:
-    """As the fields of ENCODING say. Pure."""
+    """As the fields of ENCODING say; those of base64 say nothing about a list. Pure."""
     if given["encoding_format"] == "float":
         return vector
     numbers = torch.tensor(vector, dtype=torch.float32).to(DTYPES[given["embed_dtype"]])

@@ -104,9 +104,6 @@ def _thinking(thinking: dict[str, Any] | None, values: Any) -> dict[str, Any]:
     kind = take(thinking, names("type", "budget_tokens", "display"))["type"]
     if kind not in ("enabled", "adaptive", "disabled"):
         raise invalid("thinking", f"thinking must have the type enabled, adaptive or disabled, got {kind!r:.80}.")
-    most = thinking.get("budget_tokens")
-    if most is not None and (type(most) is not int or most < 1):
-        raise invalid("thinking", f"thinking.budget_tokens must be a whole number of at least 1, got {most!r:.80}.")
     on = kind != "disabled"
     return {"chat_template_kwargs": {"enable_thinking": on, "thinking": on, **(values or {})}, "separate_reasoning": on}
 
@@ -174,8 +171,6 @@ def _kind(block: Any, at: str) -> str:
 def _result(block: dict[str, Any], at: str) -> dict[str, Any]:
     """`is_error` is the template's to read."""
     said, call_id = _texts(block.get("content"), at), block.get("tool_use_id") or block.get("id")
-    if block.get("is_error") not in (None, True, False):
-        raise invalid("messages", f"{at}.is_error must be true or false, got {block['is_error']!r:.80}.")
     failed = {"is_error": True} if block.get("is_error") else {}
     return {"role": "tool", "tool_call_id": call_id, "content": "" if said is None else said, **failed}
 

@@ -14,7 +14,7 @@ from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options, refuse_chat
 from fengine.server.choices import finite
 from fengine.server.errors import invalid, missing
-from fengine.server.fields import MODEL, Field, Fields, array, flag, loose, salt_word, salted, take
+from fengine.server.fields import MODEL, Field, Fields, array, flag, loose, salt_word, salted, take, typed
 from fengine.tokenizer.tokenizer import Tokenizer
 
 GENERATE: Fields = {
@@ -32,7 +32,7 @@ TOKENIZE: Fields = {
 }  # fmt: skip
 DETOKENIZE: Fields = {
     **MODEL, "tokens": array("Token ids, or lists of them."),
-    "skip_special_tokens": loose("SGLang's: leave their texts out; the answer is then {text}.", "boolean"),
+    "skip_special_tokens": typed("boolean", "SGLang's: leave their texts out; the answer is then {text}."),
 }  # fmt: skip
 
 
@@ -110,8 +110,6 @@ def detokenize(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     rows = ids if several else [ids]
     if not all(isinstance(row, list) and all(type(id) is int and id in known for id in row) for row in rows):
         raise invalid("tokens", f"tokens must be a list of ids in [0, {known[-1]}], got {ids!r:.80}.")
-    if skip not in (None, True, False):
-        raise invalid("skip_special_tokens", f"skip_special_tokens must be true or false, got {skip!r:.80}.")
     texts = [tokenizer.decode(row, skip_special_tokens=skip is True) for row in rows]
     return {"prompt" if skip is None else "text": texts if several else texts[0]}
 

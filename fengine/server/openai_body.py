@@ -93,8 +93,6 @@ class OpenAIRequest:
 
 def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     """A body of /v1/completions. Pure. Errors: ApiError."""
-    if body.get("prompt") is None and body.get("prompt_embeds") == []:
-        raise invalid("prompt", "Either prompt or prompt_embeds must be provided and non-empty.")
     given = _given(body, OF_COMPLETIONS, REFUSED_COMPLETIONS, max_samples)
     if given["best_of"] not in (None, given["n"]) or isinstance(given["best_of"], bool):
         raise unsupported("best_of", "best_of is not built: all samples are returned; ask for them with n.")
@@ -138,17 +136,8 @@ def read_body(url: Any, body: Any, max_samples: int) -> OpenAIRequest:
     return READERS[url](body, max_samples)
 
 
-def _refuse_whole(body: Mapping[str, Any]) -> None:
-    """vLLM's word for logprobs of every id. Errors: ApiError."""
-    for name in ("prompt_logprobs", "logprobs", "top_logprobs"):
-        if type(body.get(name)) is int and body[name] < 0:
-            told = f"{name}={body[name]}, the whole vocabulary, is not told over HTTP: ask for at most {MAX_LOGPROBS}"
-            raise unsupported(name, f"{told} of the likeliest, or for ids of your own, logprob_token_ids.")
-
-
 def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], max_samples: int) -> dict[str, Any]:
     """Every field of a body, or its default. Errors: ApiError."""
-    _refuse_whole(body)
     given = fields.take(body, known | {"n": whole("", 1, max_samples, 1)}, refused)
     if given["stream_options"] is not None and not given["stream"]:
         raise invalid("stream_options", "stream_options is only for stream=true.")
@@ -161,7 +150,8 @@ def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], m
         raise invalid("allowed_token_ids", f"allowed_token_ids must be token ids, and not empty, got {ids!r:.80}.")
     if given["stream"] and given["prompt_logprobs"] is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not told in streams; leave stream out.")
-    return given | {"truncation": Truncation.of(given)}
+    prompts = given["return_prompt_token_ids"] or given["return_token_ids"]
+    return given | {"truncation": Truncation.of(given), "return_prompt_token_ids": prompts}
 
 
 def _arguments(body: Mapping[str, Any], given: Mapping[str, Any], echo: bool) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import Output
 from fengine.api.score import ScoreReqInput, Scoring
 from fengine.server import heads
-from fengine.server.answers import Plan, new_id
+from fengine.server.answers import Plan, new_id, usage_of
 from fengine.server.errors import ApiError, invalid, tokenizer_of, unsupported
 from fengine.server.fields import MODEL, Field, Fields, flag, loose, take, typed, whole
-from fengine.server.pooled import CUT, complete, cut_of, ids_of, list_head, usage
+from fengine.server.pooled import CUT, complete, cut_of, ids_of, list_head
 
 PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))  # vLLM's words
 SCORING: dict[str, Field] = {  # SGLang's
@@ -59,7 +59,7 @@ def score(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         found, count = scoring.result(outputs), len(scoring.prompts)
-        told = {"scores": list(found), "model": model, "usage": usage(outputs[:count]), "object": "scoring"}
+        told = {"scores": list(found), "model": model, "usage": usage_of(outputs[:count]), "object": "scoring"}
         pooled = found.pooled_hidden_states
         return told if pooled is None else told | {"pooled_hidden_states": [one.tolist() for one in pooled]}
 
@@ -77,7 +77,7 @@ def _pairs(given: Mapping[str, Any], engine: Engine, model: str, one: str, other
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores(outputs))]
-        return {**list_head("score-", model), "data": data, "usage": usage(outputs)}
+        return {**list_head("score-", model), "data": data, "usage": usage_of(outputs)}
 
     return Plan(request, rows, answer)
 
@@ -144,6 +144,6 @@ def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> P
         results = [{"index": i, "relevance_score": scores[i]} for i in order]
         if shows:
             results = [{**one, "document": {"text": documents[one["index"]]}} for one in results]
-        return {"id": new_id("rerank-"), "model": model, "usage": usage(outputs), "results": results}
+        return {"id": new_id("rerank-"), "model": model, "usage": usage_of(outputs), "results": results}
 
     return Plan(request, rows, answer)

@@ -13,7 +13,7 @@ from fengine.api.info import hf_config
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import Output
 from fengine.server import heads
-from fengine.server.answers import Plan, counted, new_id
+from fengine.server.answers import Plan, new_id, usage_of
 from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options, refuse_chat
 from fengine.server.errors import ApiError, invalid, tokenizer_of, unsupported
@@ -47,10 +47,6 @@ def complete(outputs: list[Output]) -> list[Output]:
         if output.get("embedding", ()) is None:
             raise ApiError(503, f"input {index} was aborted by the server.", code="aborted")
     return outputs
-
-
-def usage(outputs: list[Output]) -> dict[str, Any]:
-    return counted(sum(output["meta_info"]["prompt_tokens"] for output in outputs), 0)
 
 
 def list_head(prefix: str, model: str) -> dict[str, Any]:
@@ -98,13 +94,12 @@ def ids_of(texts: list[str], engine: Engine, add_special: bool, cut: Truncation 
 def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """Errors: ApiError."""
     given = take(body, EMBEDDINGS)
-    heads.check_encoding(given)
     prompts, count, images = _prompts(body, given, engine)
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         found = [heads.written(output["embedding"], given) for output in complete(outputs)]
         data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(found)]
-        return {**list_head("embd-", model), "data": data, "usage": usage(outputs)}
+        return {**list_head("embd-", model), "data": data, "usage": usage_of(outputs)}
 
     normalize = heads.wanted(given, None, "normalize")
     asked = EncodeReqInput(prompts, images, dimensions=given["dimensions"], normalize=normalize)
@@ -130,7 +125,7 @@ def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
             best = max(range(len(found)), key=lambda i: found[i])
             data.append({"index": index, "label": names.get(str(best), f"LABEL_{best}"), "probs": activation(found),
                          "num_classes": len(found)})  # fmt: skip
-        return {**list_head("classify-", model), "data": data, "usage": usage(outputs)}
+        return {**list_head("classify-", model), "data": data, "usage": usage_of(outputs)}
 
     words = WORDS if given["messages"] is None else {}
     return Plan(EncodeReqInput(prompts, images), max(count, 1), answer, words=words)
@@ -139,7 +134,6 @@ def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
 def pooling(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """vLLM's: the vectors of `embeddings`, or the numbers of `classify`, in one form. Errors: ApiError."""
     given, classifies = take(body, POOLING), engine._parts.spec.num_labels is not None
-    heads.check_encoding(given)
     own, name = ("classify", "probs") if classifies else ("embed", "embedding")
     if given["task"] not in (None, own):
         told = f"task of this model is {own}, got {given['task']!r:.80}; vectors of single tokens are not built: "
