@@ -22,12 +22,6 @@ from fengine.server.tool_calls import Format, ToolCall, forced_schema, new_call_
 from fengine.tokenizer.tokenizer import Tokenizer
 
 
-def _check_length(request: OpenAIRequest, context: int) -> None:
-    if type(most := request.arguments["sampling_params"]["max_new_tokens"]) is int and most > context:
-        said = f"max_completion_tokens is too large: {most}. This model supports at most {context} completion tokens."
-        raise invalid(request.words["max_new_tokens"], said)
-
-
 def _held(chat: ChatOptions, facts: TemplateFacts, form: Format | None, constrained: bool) -> dict[str, Any]:
     """Sampling parameters by which calls can be read, or are held to their schemas. Pure."""
     if chat.forced:
@@ -75,7 +69,6 @@ class ChatWriter(ChoiceWriter):
         """Errors: those of `Engine.chat_ids`; ApiError."""
         self.chat = chat = request.chat_options
         tokenizer, context, given = engine.tokenizer, engine._parts.context_length, request.given
-        _check_length(request, context)
         ids, images = chat_prompt(engine, chat, given["add_special_tokens"])
         self.ids = given["truncation"].cut(ids, context, images) if given["truncation"] else ids
         sampling = request.arguments["sampling_params"]

@@ -53,9 +53,6 @@ class Offsets:
         return starts
 
 
-# -- choices -----------------------------------------------------------------------------------------------------------
-
-
 class ChoiceWriter(Writer):
     """An answer of choices. `arguments`: of GenerateReqInput. `head`: what every chunk repeats. `prompts`: ids of each
     prompt, None where nobody asks. Modifies: itself, in a stream."""
@@ -168,9 +165,6 @@ class ChoiceWriter(Writer):
                      for t, (p, rank) in told.items()}  # fmt: skip
             found.append(None if logprob is None else entry)
         return found
-
-
-# -- completions -------------------------------------------------------------------------------------------------------
 
 
 class CompletionWriter(ChoiceWriter):

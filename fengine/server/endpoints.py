@@ -19,7 +19,6 @@ from fengine.server.service import Service
 
 Body = Mapping[str, Any]
 MAX_CHATS = 1024  # of one body
-AS_ARGUMENT = "As the argument of the engine's method."
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +133,9 @@ _OK = {"status": "ok"}
 # -- what the engine is asked or told ----------------------------------------------------------------------------------
 
 
-def _method(name: str, arguments: Fields, as_vllm: bool = False) -> Callable[[Service, Body], Any]:
+def _method(name: str, arguments: Fields, as_vllm: bool = False, none: str = "") -> Callable[[Service, Body], Any]:
     """A method of the engine; the body's fields are its arguments. `as_vllm`: a change of adapters that fails is an
-    error, and 404 if there is no such adapter."""
+    error, and 404 if there is no such adapter. `none`: the field that is wrong where nothing comes back, and why."""
 
     def call(service: Service, body: Body) -> Any:
         given = {key: value for key, value in take(body, arguments).items() if value is not None}
@@ -144,18 +143,12 @@ def _method(name: str, arguments: Fields, as_vllm: bool = False) -> Callable[[Se
         if as_vllm and not found.success:
             there = service.engine._parts.adapters is None or "lora_path" in given and exists(given["lora_path"])
             raise ApiError(400 if there else 404, found.error_message)
-        if found is None and name == "get_weights_by_name":
-            raise invalid("name", f"the model has no weight {given['name']!r:.80}; its checkpoint tells their names.")
+        if found is None and none:
+            field = none.partition(" ")[0]
+            raise invalid(field, f"{none}, got {given[field]!r:.80}.")
         return {"success": True} if found is None else found
 
     return call
-
-
-def _open_session(service: Service, body: Body) -> Any:
-    name = service.engine.open_session(**take(body, _SESSION))
-    if name is None:
-        raise invalid("session_id", f"session_id {body.get('session_id')!r:.80} is in use.")
-    return name
 
 
 def _pickled(service: Service, body: Body) -> Any:
@@ -175,9 +168,11 @@ def _count_tokens(service: Service, body: Body) -> Any:
     return {"input_tokens": len(chat.chat_prompt(service.engine, asked, False)[0])}
 
 
-def _steering(name: str, doc: str, *arguments: str, access: Access = Access.STEER, root: str = "") -> Endpoint:
-    known = {key: loose(AS_ARGUMENT) for key in arguments}
-    return Endpoint((f"{root}/{name}",), doc, known, call=_method(name, known, bool(root)), access=access)
+def _steering(
+    name: str, doc: str, *arguments: str, access: Access = Access.STEER, root: str = "", none: str = ""
+) -> Endpoint:  # fmt: skip
+    known = {key: loose("As the argument of the engine's method.") for key in arguments}
+    return Endpoint((f"{root}/{name}",), doc, known, call=_method(name, known, bool(root), none), access=access)
 
 
 def _abort(service: Service, body: Body) -> Any:
@@ -245,7 +240,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/version",), "The version.", call=lambda *_: {"version": __version__}),
     Endpoint(("/abort_request",), "Ends a request, or all.", _ABORT, call=_abort, access=Access.STEER),
     _steering("flush_cache", "Empties the prefix cache, while nothing runs."),
-    Endpoint(("/open_session",), "A session's id.", _SESSION, call=_open_session, access=Access.STEER),
+    Endpoint(("/open_session",), "A session's id.", _SESSION, access=Access.STEER,
+             call=_method("open_session", _SESSION, none="session_id must be one that is not in use")),
     _steering("close_session", "Forgets a session.", "session_id"),
     _steering("pause_generation", "Plans no steps.", "mode"),
     _steering("continue_generation", "Plans steps again."),
@@ -259,7 +255,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _admin("destroy_weights_update_group", "Leaves it.", "group_name"),
     _admin("begin_weight_update", "Collects updates.", "selector"),
     _admin("end_weight_update", "They take effect together.", *_UPDATE),
-    _admin("get_weights_by_name", "The first rows of a tensor.", "name", "truncate_size"),
+    _admin("get_weights_by_name", "The first rows of a tensor.", "name", "truncate_size",
+           none="name must be that of a weight, as in the checkpoint"),
     _admin("release_memory_occupation", "Gives memory back.", "tags"),
     _admin("resume_memory_occupation", "Takes it again.", "tags"),
     Endpoint(("/sleep",), "vLLM's: gives weights and KV pages back.", _SLEEP, call=_sleep, access=Access.ADMIN,

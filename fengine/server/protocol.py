@@ -24,7 +24,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.receiving = self.in_head = True  # a new connection owes a request
-        self.head_bytes = 0
         self.silent_bytes = 0  # since the parser told of a request's begin, its head's end, or a piece of its body
         self.broken = False  # nothing that comes is read any more
         self.reason = "Invalid HTTP request received."
@@ -92,12 +91,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.receiving = self.in_head = True
-        self.head_bytes = self.silent_bytes = 0
+        self.silent_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.in_head:
             return  # a trailer
-        self.head_bytes += len(name) + len(value)
         if len(self.headers) == MAX_HEADERS:
             raise self._fault(f"the head has more than {MAX_HEADERS} headers; send fewer.")
         super().on_header(name, value)
@@ -110,7 +108,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ValueError("no request of HTTP/1.1 or 1.0")
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             raise self._fault("a Transfer-Encoding other than chunked is not built; send plain JSON.")
-        if self.head_bytes + len(self.url) > self.limits.max_header_bytes:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.max_header_bytes:
             raise self._head_too_large()
         if len(self.pipeline) >= MAX_PIPELINED:
             raise self._fault(f"more than {MAX_PIPELINED} requests wait on this connection; read their answers first.")
