@@ -2,7 +2,7 @@
 
 A template comes from a checkpoint, so it is untrusted code: it is rendered in a bounded process (`templates.py`), and
 whatever goes wrong in it is a `ChatTemplateError` of this request alone. Rendered text equals that of transformers'
-`apply_chat_template`."""
+`apply_chat_template`, but for contents in a form that the template does not read, of which that would lose the text."""
 
 import logging
 from collections.abc import Callable, Sequence

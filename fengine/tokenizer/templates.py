@@ -3,6 +3,7 @@ comes from a checkpoint, so it is untrusted code: jinja2's immutable sandbox kee
 ends the process of one that takes too much time or memory."""
 
 import json
+import re
 from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from fengine.tokenizer.trial import Refused
 
 MAX_TOLD = 2000  # characters of an error
+PROBE = "xyzzy"  # a text that no template writes by itself
 
 
 class Generation(Extension):
@@ -40,7 +42,7 @@ def attempt(question: tuple[str, dict[str, Any] | None, int]) -> Any:
     if given is None:
         return sorted(names), sorted(_environment().globals)
     try:
-        text = template.render(given)
+        text = template.render(given | {"messages": _as_it_reads(template, given)})
     except MemoryError:
         raise
     except Exception as error:  # untrusted code: whatever it does wrong belongs to this request
@@ -48,6 +50,36 @@ def attempt(question: tuple[str, dict[str, Any] | None, int]) -> Any:
     if len(text) > max_chars:
         raise Refused(f"it wrote {len(text)} characters, more than {max_chars}; shorten the chat")
     return text
+
+
+def _as_it_reads(template: jinja2.Template, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages, their contents in the form that the template reads: a text, or a list of parts. Given the other
+    one, it would write nothing of it, or the list as Python does."""
+    text = _reads(template, given, PROBE)
+    if text and all(isinstance(message.get("content", ""), str) for message in given["messages"]):
+        return given["messages"]
+    parts = _reads(template, given, [{"type": "text", "text": PROBE}])
+
+    def fitting(content: Any) -> Any:
+        if parts and not text and isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        if text and not parts and isinstance(content, list) and all(part["type"] == "text" for part in content):
+            return "\n".join(part["text"] for part in content)
+        return content
+
+    return [message | {"content": fitting(message["content"])} if "content" in message else message
+            for message in given["messages"]]  # fmt: skip
+
+
+def _reads(template: jinja2.Template, given: dict[str, Any], content: Any) -> bool:
+    """Whether it writes the text of a content, and not as Python or JSON write it in a list."""
+    try:
+        written = template.render(given | {"messages": [{"role": "user", "content": content}]})
+    except MemoryError:
+        raise
+    except Exception:  # untrusted code
+        return False
+    return PROBE in written and (content == PROBE or not re.search(f"""["']{PROBE}["']""", written))
 
 
 @lru_cache(8)

@@ -338,6 +338,27 @@ def test_the_last_message_goes_on_where_its_own_text_ends(made, tmp_path, text, 
     assert ours.apply_chat_template(chat, continue_final_message=True) == open_text
 
 
+PARTS = CHATML.replace("message['content']", "(message['content'] | selectattr('text') | map(attribute='text') | join)")
+TWO = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
+
+
+@pytest.mark.parametrize(("template", "said", "read"), [
+    (PARTS, "Hi", TWO[:1]), (PARTS, TWO, TWO), (CHATML, TWO, "Hi\nyou"), (CHATML, "Hi", "Hi"),
+    (CHATML.replace("message['content']", "message['content'] | trim"), TWO, "Hi\nyou"),
+    (CHATML.replace("message['content']", "(message['content'] | tojson)"), "Hi", "Hi"),
+])  # fmt: skip
+def test_contents_come_in_the_form_that_the_template_reads(made, tmp_path, template, said, read):
+    """Of the other form transformers writes nothing, or the list as Python does."""
+    ours, theirs = chat_tokenizer(made, tmp_path, template)
+    chat, same = ([{"role": role, "content": text} for role in ("system", "user")] for text in (said, read))
+    assert ours.apply_chat_template(chat) == theirs.apply_chat_template(
+        same, tokenize=False, add_generation_prompt=True
+    )
+    assert ours.encode_chat(chat) == hf_ids(theirs, same, add_generation_prompt=True)
+    inside = [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}] if said is TWO else "<|im_end|>"}]
+    assert ours.decode(ours.encode_chat(inside), False) == ours.apply_chat_template(inside)
+
+
 @pytest.mark.parametrize(("shape", "text"), [("| tojson", "a\nb"), ("[:1]", "ab"), ("", " ")])
 def test_a_last_message_that_is_not_written_as_it_is_does_not_go_on(made, tmp_path, shape, text):
     ours, _ = chat_tokenizer(made, tmp_path, CHATML.replace("message['content']", f"message['content'] {shape}"))
