@@ -84,6 +84,7 @@ def _check(
     ids = _fitting(context, ids, params.max_new_tokens == 0, cut=not spans)
     sampling = prompt.sampling_params
     explicit = isinstance(sampling, SamplingParams) or "max_new_tokens" in (sampling or {})
+    explicit = explicit and params.max_new_tokens != context.preferred.get("max_new_tokens")
     most = _room(context, params, len(ids), explicit)
     asked = [_asked(context, prompt, params, len(ids)) for _ in prompt.rid]
     if asked[0].top_logprobs or asked[0].logprob_ids:

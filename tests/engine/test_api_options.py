@@ -313,13 +313,14 @@ def test_features_must_be_switched_on() -> None:
 
 
 def test_preferred_parameters_hold_where_the_call_is_silent() -> None:
-    with checksum_engine() as made:
+    with checksum_engine(context=64) as made:
         for preferred in ('{"temperature": 0, "max_new_tokens": 3}', {"temperature": 0, "max_new_tokens": 3}):
             engine = Engine.from_parts(made._parts, ServerArgs(model_path="x", preferred_sampling_params=preferred))
             assert engine.generate(input_ids=[5])["output_ids"] == expected([5], 3)
             assert engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 6})["output_ids"] == expected(
                 [5], 6
             )
+            assert len(engine.generate(input_ids=[5] * 62)["output_ids"]) == 2  # a default is cut to what fits
         args = ServerArgs(model_path="x", preferred_sampling_params={"n": 2, "temperature": 0})
         engine = Engine.from_parts(made._parts, args)
         assert len(engine.generate(input_ids=[5])) == 2
