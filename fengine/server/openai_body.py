@@ -12,6 +12,7 @@ from fengine.server.fields import Field, Fields, flag, loose, one_of, whole
 
 MAX_TEXTS = 65536  # prompts of one body
 MAX_LOGPROBS = 20  # OpenAI's, of chats; vLLM's of both
+MAX_BAD_WORDS = 1024  # each step of all requests waits while they are looked for
 DEFAULT_TOKENS = 16  # OpenAI's, of completions
 LIMIT = loose("Most tokens to draw.", "integer")
 TRUNCATION: Fields = {
@@ -143,8 +144,9 @@ def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], m
         raise invalid("stream_options", "stream_options is only for stream=true.")
     given["stream_options"] = fields.take(given["stream_options"] or {}, STREAM_OPTIONS)
     given["bad_words"] = words = given["bad_words"] or ()
-    if not all(isinstance(word, str) and word for word in words):
-        raise invalid("bad_words", f"bad_words must be a list of texts, none empty, got {words!r:.80}.")
+    if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
+        told = f"bad_words must be a list of at most {MAX_BAD_WORDS} texts, none empty"
+        raise invalid("bad_words", f"{told}, got {len(words)}: {words!r:.80}.")
     ids = given["allowed_token_ids"]
     if ids is not None and not (ids and all(type(id) is int and id >= 0 for id in ids)):
         raise invalid("allowed_token_ids", f"allowed_token_ids must be token ids, and not empty, got {ids!r:.80}.")
@@ -203,9 +205,6 @@ def texts_or_ids(body: Mapping[str, Any], name: str) -> tuple[str, Any, int]:
         raise invalid(name, f"{name} must hold strings only, token ids only, or lists of token ids only.")
     if len(value) > MAX_TEXTS:
         raise invalid(name, f"{name} may hold at most {MAX_TEXTS} prompts, got {len(value)}.")
-    for i, part in enumerate(value):
-        if isinstance(part, list) and {type(token) for token in part} != {int}:
-            raise invalid(name, f"{name}[{i}] must be a list of token ids that is not empty, got {part!r:.80}.")
     return ("text" if kinds == {str} else "input_ids"), value, len(value)
 
 

@@ -61,7 +61,8 @@ def _blocks(form: Format, read: Callable[[str, str], list[ToolCall]], text: str,
         if not marker and not last:
             break
         found, more = read(body, marker if form.end else ""), ""
-        calls, unread = calls + found, _unread(found)
+        calls += found
+        unread = _unread(found)
         if marker and form.end:
             more, marker, at = _cut(text, at, (form.begin,), last)
         content = content + unread + more if unread or content.strip() else more.lstrip()

@@ -191,7 +191,10 @@ class Service:
         bias = sampling.get("logit_bias", {})
         if barred and isinstance(bias, dict):  # another is the engine's to refuse
             sampling["logit_bias"] = bias | {str(ids[0]): -MAX_BIAS for ids in barred if len(ids) == 1}
-        allowed, together = given["allowed_token_ids"], [ids for ids in barred if len(ids) > 1]
+        allowed, together = (
+            given["allowed_token_ids"] and [*set(given["allowed_token_ids"])],
+            [ids for ids in barred if len(ids) > 1],
+        )
         asked = {"allowed_token_ids": allowed, "bad_words": together, "thinking_token_budget": writer.limit}
         if names := [name for name, value in asked.items() if value]:
             told = dict.fromkeys([*names, *also_barring(body, sampling)])

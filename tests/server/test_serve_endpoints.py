@@ -177,6 +177,7 @@ REFUSED = [
     ("/v1/score", ITEMS | {"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
     ("/v1/completions", {"truncation_side": "middle"}, "truncation_side"),
     ("/v1/completions", {"bad_words": [3]}, "bad_words"),
+    ("/v1/completions", {"bad_words": ["a"] * 1025}, "bad_words"),
     ("/v1/completions", {"bad_words": ["a"], "logit_bias": [1]}, "logit_bias"),
     ("/v1/completions", {"guided_choice": []}, "guided_choice"),
     ("/v1/completions", {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
