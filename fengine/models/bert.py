@@ -19,8 +19,8 @@ from fengine.models.kv_state import Params, Tensors
 from fengine.models.reader import GELU_ALL, ConfigReader, decoder_spec
 from fengine.models.rope import NONE
 from fengine.models.sources import Source
-from fengine.models.spec import Config, LayerKind, ModelSpec
-from fengine.models.weights import EMBEDDING, Weight, decoder_weights, plain_mlp_weights, prenorm_layer
+from fengine.models.spec import LayerKind, ModelSpec
+from fengine.models.weights import EMBEDDING, Weight, decoder_weights, layer_weights, plain_mlp_weights
 
 OWN = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
@@ -47,23 +47,19 @@ PARTS: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 
 
-def spec_from_hf(config: Config, padded: bool) -> ModelSpec:
+def spec_from_hf(read: ConfigReader, padded: bool) -> ModelSpec:
     """`padded`: the first token's position is behind that of padding; a padding token inside a text is one like any
-    other, for which transformers does not count on. Pure."""
-    refuse_others(config, {"position_embedding_type": "absolute"})
-    read = ConfigReader(config)
-    eps, types = read.number("layer_norm_eps", 0.0, 1.0), read.size("type_vocab_size", 1 << 10)
+    other, for which transformers does not count on."""
+    refuse_others(read.config, {"position_embedding_type": "absolute"})
     offset = read.size("pad_token_id", 1 << 24, default=1, least=0) + 1 if padded else 0
     rows = read.size("max_position_embeddings", 1 << 24)
     if rows <= offset:
         read.problems.append(f"max_position_embeddings ({rows}) leaves no position behind that of padding ({offset})")
-    read.done(config["architectures"][0])
-    facts = {"rms_norm_eps": eps, "max_position_embeddings": rows - offset}
-    act = GELU_ALL.get(str(config["hidden_act"] or "gelu"), "")
     spec = decoder_spec(
-        config | facts, activation=("hidden_act", tuple(GELU_ALL)), act=act, causal=False,
-        generates=False, layer_norm=True, norm_bias=True, embed_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True,
-        positions=rows, position_offset=offset, token_types=types, score_pool="cls",
+        read.changed({"max_position_embeddings": rows - offset}), norm_eps="layer_norm_eps",
+        activation=("hidden_act", GELU_ALL), causal=False, generates=False, layer_norm=True, norm_bias=True,
+        embed_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True, positions=rows, position_offset=offset,
+        token_types=read.size("type_vocab_size", 1 << 10), score_pool="cls",
     )  # fmt: skip
     return replace(spec, kinds=(LayerKind(rope=NONE),) * spec.num_layers)
 
@@ -105,7 +101,7 @@ def _unread(name: str) -> str:
 
 def weights(spec: ModelSpec) -> list[Weight]:
     tables = (("position_ND", "model.positions", spec.positions), ("type_ND", "model.types", spec.token_types))
-    found = decoder_weights(spec, partial(prenorm_layer, mlp=plain_mlp_weights))
+    found = decoder_weights(spec, partial(layer_weights, mlp=plain_mlp_weights))
     found += [
         Weight((key,), (Source(f"{name}.weight", (rows, spec.hidden_size)),), "ND", fill="small")
         for key, name, rows in tables

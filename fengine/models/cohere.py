@@ -2,7 +2,7 @@
 without a bias; rotary embedding in pairs of neighbours, tied, scaled logits. The first may norm each head with a weight
 of its own; in the second most layers have a window, and those that see all have no rotary embedding."""
 
-from typing import Any
+from functools import partial
 
 from torch import Tensor
 
@@ -11,8 +11,8 @@ from fengine.models.family import DECODER, READ, SPEED, Family
 from fengine.models.kv_state import Params, Tensors
 from fengine.models.reader import ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.rope import NONE
-from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import LayerWeights, Weight, attention_weights, mlp_weights
+from fengine.models.spec import ModelSpec
+from fengine.models.weights import layer_weights
 
 OWN = ("attention_bias", "logit_scale", "layer_norm_eps", "use_qk_norm")
 WINDOWS = ("sliding_window", "sliding_window_pattern", "layer_types")
@@ -26,26 +26,23 @@ FIELDS2 = {
     "_sliding_window_pattern": "what layer_types was made of",
     **dict.fromkeys(SHAPES, "is not read by transformers, which builds one shape only"),
 }  # fmt: skip
-DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 500000.0}
-DEFAULTS2 = {"tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 4}
+DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 500000.0, "layer_norm_eps": 1e-5}
+DEFAULTS2 = {
+    "tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_norm_eps": 1e-5,
+}  # fmt: skip
 
 
-def spec_from_hf(config: Config, **switches: Any) -> ModelSpec:
-    read = ConfigReader(config)
-    scale = read.number("logit_scale", 0.0, 1e6, default=0.0625)
-    eps = read.number("layer_norm_eps", 0.0, 1.0, default=1e-5)
-    norms = read.flag("use_qk_norm")
-    read.done(config["architectures"][0])
+def spec_from_hf(read: ConfigReader) -> ModelSpec:
     return decoder_spec(
-        config | {"rms_norm_eps": eps}, interleaved=True, logit_scale=scale, layer_norm=True, qk_norm=norms, **switches
-    )
+        read, norm_eps="layer_norm_eps", interleaved=True, layer_norm=True, qk_norm=read.flag("use_qk_norm"),
+        logit_scale=read.number("logit_scale", 0.0, 1e6, default=0.0625),
+    )  # fmt: skip
 
 
-def spec2_from_hf(config: Config) -> ModelSpec:
-    spec, read = spec_from_hf(config), ConfigReader(config)
-    pattern, window = read.size("sliding_window_pattern", 1 << 12, default=4), sliding_window(config)
-    read.done(spec.architecture)
-    types = config.get("layer_types") or every(pattern, spec.num_layers)
+def spec2_from_hf(read: ConfigReader) -> ModelSpec:
+    spec, window = spec_from_hf(read), sliding_window(read)
+    pattern = read.size("sliding_window_pattern", 1 << 12, default=4)
+    types = read.config.get("layer_types") or every(pattern, spec.num_layers)
     return windowed(spec, window, types, near=NONE if window is None else None, far=NONE)
 
 
@@ -60,10 +57,6 @@ def layer(
     return normed_TD, residual_TD, k_PSGK, v_PSGK
 
 
-def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    norm = layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size)
-    return [norm, *attention_weights(spec, layer), *mlp_weights(spec, layer)]
-
-
-FAMILY = Family("CohereForCausalLM", "cohere", FIELDS, spec_from_hf, DEFAULTS, layer, leaves=layer_weights)
-FAMILY2 = Family("Cohere2ForCausalLM", "cohere2", FIELDS2, spec2_from_hf, DEFAULTS2, layer, leaves=layer_weights)
+leaves = partial(layer_weights, norms=("input_layernorm", None, None, None))
+FAMILY = Family("CohereForCausalLM", "cohere", FIELDS, spec_from_hf, DEFAULTS, layer, leaves=leaves)
+FAMILY2 = Family("Cohere2ForCausalLM", "cohere2", FIELDS2, spec2_from_hf, DEFAULTS2, layer, leaves=leaves)

@@ -58,7 +58,7 @@ def flat(config: Config) -> Config:
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: ModelLoadError, UnsupportedArchitectureError, UnsupportedFeatureError."""
     check_fields(config, FIELDS, config["architectures"][0])
-    spec, read = decoder_spec(config), ConfigReader(config)
+    spec = decoder_spec(read := ConfigReader(config))
     for name in ("draft_vocab_size", "target_hidden_size"):
         read.size(name, 1 << 24, default=1)
     read.flag("norm_before_residual")

@@ -13,7 +13,7 @@ from fengine.models import layers
 from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec, embedding_spec
-from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer
+from fengine.models.weights import LayerLeaves, Weight, decoder_weights, layer_weights
 
 Fields = Mapping[str, str]  # key -> READ, or the reason why it changes nothing here
 READ = "read"
@@ -29,8 +29,7 @@ OTHERS = "of other programs: transformers does not look at it"
 COMMON: Fields = {
     "architectures": READ, "model_type": READ, "dtype": READ, "torch_dtype": READ, "bos_token_id": READ,
     "eos_token_id": READ, "id2label": READ, "num_labels": READ, "label2id": "names of labels",
-    "_num_labels": "an older note: id2label counts",
-    "matryoshka_dimensions": READ, "is_matryoshka": "said by matryoshka_dimensions",
+    "matryoshka_dimensions": READ, "is_matryoshka": "said by matryoshka_dimensions", "_num_labels": "id2label counts",
     "pad_token_id": "padding is never computed", "is_decoder": "what a decoder is here in any case",
     "sep_token_id": "a token's name", "cls_token_id": "a token's name", "mask_token_id": "a token's name",
     "decoder_start_token_id": "of encoder-decoders, which are refused",
@@ -91,7 +90,7 @@ def check_model_type(config: Config, model_type: str, architecture: str) -> None
         )
 
 
-SpecReader = Callable[[Config], ModelSpec]  # pure; errors: as `reader.decoder_spec`
+SpecReader = Callable[[ConfigReader], ModelSpec]  # pure; collects problems; errors: as `reader.decoder_spec`
 Forward = Callable[[Params, ModelSpec, KVState, Tensors], tuple[KVState, Tensor]]
 Unembed = Callable[[Params, ModelSpec, Tensor], Tensor]
 Weights = Callable[[ModelSpec], list[Weight]]
@@ -122,7 +121,7 @@ class Vision(NamedTuple):
 class Model(NamedTuple):
     """One architecture as pure functions."""
 
-    spec_from_hf: SpecReader
+    spec_from_hf: Callable[[Config], ModelSpec]  # errors: ModelLoadError and kinds
     forward: Forward
     unembed: Unembed
     weights: Weights
@@ -142,7 +141,7 @@ class Family(NamedTuple):
     layer: layers.LayerFn = layers.decoder_layer
     unembed: Unembed = layers.unembed
     base: str | None = None  # what the names of its other classes begin with; None: with that of the language model
-    leaves: LayerLeaves = prenorm_layer  # of one layer
+    leaves: LayerLeaves = layer_weights  # of one layer
     weights: Weights | None = None  # of all, where there are others than decoders have
     rename: Rename = lambda spec, name: name
 
@@ -158,19 +157,21 @@ class Family(NamedTuple):
     def _read(self, architecture: str, config: Config) -> ModelSpec:
         check_model_type(config, self.model_type, architecture)
         check_fields(config, self.fields, architecture)
-        spec = self.spec_from_hf({**self.defaults, **config, "architectures": [architecture]})
+        read = ConfigReader({**self.defaults, **config, "architectures": [architecture]})
+        spec = self.spec_from_hf(read)
+        if architecture != self.architecture:
+            spec = embedding_spec(spec)
         if architecture.endswith("ForSequenceClassification"):
-            return classifier_spec(spec, architecture, config)
-        return spec if architecture == self.architecture else embedding_spec(spec, architecture)
+            spec = replace(spec, num_labels=labels(read))
+        read.done(architecture)
+        return spec
 
 
-def classifier_spec(spec: ModelSpec, architecture: str, config: Config) -> ModelSpec:
-    """The same decoder under a head with one output per label of `config`. Pure. Errors: ModelLoadError. As
-    transformers: as many labels as `id2label` has entries; else `num_labels`; else 2."""
-    read = ConfigReader(config)
-    labels = config.get("id2label")
-    count = len(labels) if isinstance(labels, dict) and labels else read.size("num_labels", 1 << 20, default=2)
-    if labels is not None and not isinstance(labels, dict):
-        read.problems.append(f"id2label must be an object or null, got {labels!r}"[:200])
-    read.done(architecture)
-    return replace(embedding_spec(spec, architecture), num_labels=count)
+def labels(read: ConfigReader) -> int:
+    """How many outputs a classifier has. As transformers: as many as `id2label` has entries; else `num_labels`; else
+    2."""
+    found = read.config.get("id2label")
+    if found is not None and not isinstance(found, dict):
+        read.problems.append(f"id2label must be an object or null, got {found!r}"[:200])
+        return 1
+    return len(found) if found else read.size("num_labels", 1 << 20, default=2)

@@ -15,6 +15,7 @@ from fengine.models.reader import (
     LEAST,
     MOST,
     SLIDING,
+    Acts,
     ConfigReader,
     decoder_spec,
     every,
@@ -24,7 +25,7 @@ from fengine.models.reader import (
 )
 from fengine.models.rope import LOCAL
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import sandwich_layer
+from fengine.models.weights import layer_weights
 
 FIELDS = {
     **DECODER, "attention_bias": READ,
@@ -50,66 +51,59 @@ FIELDS3 = {
     "_sliding_window_pattern": "what layer_types was made of",
 }
 DEFAULTS3 = {**DEFAULTS2, "final_logit_softcapping": None, "attn_logit_softcapping": None}
-NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 UNREAD = dict.fromkeys(("rope_scaling", "rope_theta", "original_max_position_embeddings"))  # beside ropes by type
 BESIDE = [("rope_theta", None), ("rope_type", "default")]
 
 
-def spec1_from_hf(config: Config) -> ModelSpec:
-    read = ConfigReader(config)
-    hidden = read.size("hidden_size", 1 << 20)
-    read.done(config["architectures"][0])
-    return decoder_spec(  # "gelu" is what the first checkpoints call the other
-        config, activation=("hidden_act", (*GELU_TANH, "gelu")), act="gelu_tanh", norm_shift=1.0,
-        embed_scale=hidden**0.5,
-    )  # fmt: skip
+def spec1_from_hf(read: ConfigReader) -> ModelSpec:  # "gelu" is what the first checkpoints call the other
+    return gemma_spec(read, "hidden_act", GELU_TANH | {"gelu": "gelu_tanh"})
 
 
-def gemma_spec(config: Config, **switches: Any) -> ModelSpec:
-    """What Gemma 2 and 3 share, without windows. Pure."""
-    read = ConfigReader(config)
-    hidden = read.size("hidden_size", 1 << 20)
-    scale = read.number("query_pre_attn_scalar", LEAST, 1e9, default=256.0) ** -0.5
-    cap = read.number("final_logit_softcapping", LEAST, MOST) if config["final_logit_softcapping"] is not None else 0.0
-    read.done(config["architectures"][0])
-    return decoder_spec(
-        config, activation=("hidden_activation", GELU_TANH), act="gelu_tanh", norm_shift=1.0, embed_scale=hidden**0.5,
-        attention_scale=scale, logit_cap=cap, **switches,
-    )  # fmt: skip
+def gemma_spec(read: ConfigReader, key: str = "hidden_activation", acts: Acts = GELU_TANH, **facts: Any) -> ModelSpec:
+    """What they share, without windows. `key`: of the activation."""
+    spec = decoder_spec(read, activation=(key, acts), norm_shift=1.0, **facts)
+    return replace(spec, embed_scale=spec.hidden_size**0.5)
 
 
-def spec2_from_hf(config: Config) -> ModelSpec:
-    read = ConfigReader(config)
-    cap = read.number("attn_logit_softcapping", LEAST, MOST) if config["attn_logit_softcapping"] is not None else 0.0
-    spec = gemma_spec(config, attention_cap=cap)
-    read.done(spec.architecture)
-    return windowed(spec, sliding_window(config), config.get("layer_types") or every(2, spec.num_layers))
+def cap(read: ConfigReader, kind: str) -> float:
+    name = f"{kind}_logit_softcapping"
+    return 0.0 if read.config.get(name) is None else read.number(name, LEAST, MOST)
 
 
-def spec3_from_hf(config: Config) -> ModelSpec:
-    refuse_others(config, {"attn_logit_softcapping": None})
-    far, near = ropes_by_type(config, 1_000_000.0, 10_000.0)
-    read = ConfigReader(config)
-    both_ways = read.flag("use_bidirectional_attention")
-    read.done(config["architectures"][0])
+def scales(read: ConfigReader) -> dict[str, Any]:
+    """Of scores and logits, from Gemma 2 on."""
+    width = read.number("query_pre_attn_scalar", LEAST, 1e9, default=256.0)
+    return {"attention_scale": width**-0.5, "logit_cap": cap(read, "final")}
+
+
+def spec2_from_hf(read: ConfigReader) -> ModelSpec:
+    spec = gemma_spec(read, attention_cap=cap(read, "attn"), **scales(read))
+    return windowed(spec, sliding_window(read), read.config.get("layer_types") or every(2, spec.num_layers))
+
+
+def spec3_from_hf(read: ConfigReader) -> ModelSpec:
+    refuse_others(read.config, {"attn_logit_softcapping": None})
+    far, near = ropes_by_type(read.config, 1_000_000.0, 10_000.0)
+    both_ways, facts = read.flag("use_bidirectional_attention"), scales(read)
     if both_ways:  # transformers would take other windows
-        refuse_others(config, {"is_causal": True})
-    if both_ways and config["sliding_window"] is not None:
-        config = config | {"sliding_window": (sliding_window(config) or 0) // 2 + 1}
-    causal = {"causal": False} if both_ways else {}
-    spec = gemma_spec(config | {"rope_parameters": far} | UNREAD, qk_norm=True, **causal)
-    return gemma_windows(config, spec, near, 6, both_ways)
+        refuse_others(read.config, {"is_causal": True})
+        facts["causal"] = False
+    spec = gemma_spec(read.changed({"rope_parameters": far} | UNREAD), qk_norm=True, **facts)
+    return gemma_windows(read, spec, near, 6, both_ways)
 
 
-def gemma_windows(config: Config, spec: ModelSpec, near: Config, interval: int, both_ways: bool = False) -> ModelSpec:
-    """The spec with windows in most layers, which have the rotary embedding `near`. Pure. Errors: ModelLoadError."""
-    read = ConfigReader(config)
-    interval = read.size("sliding_window_pattern", 1 << 12, default=interval)
+def gemma_windows(
+    read: ConfigReader, spec: ModelSpec, near: Config, interval: int, both_ways: bool = False
+) -> ModelSpec:
+    """The spec with windows in most layers, which have the rotary embedding `near`; half of one lies on either side if
+    `both_ways`."""
+    interval, window = read.size("sliding_window_pattern", 1 << 12, default=interval), sliding_window(read)
     local = rope_spec(ConfigReader({"rope_parameters": near}, read.problems), spec.head_dim, spec.max_position)
-    read.done(spec.architecture)
-    types = config.get("layer_types") or every(interval, spec.num_layers)
-    return windowed(replace(spec, rope_local=local), sliding_window(config), types, near=LOCAL, both_ways=both_ways)
+    window = window // 2 + 1 if both_ways and window is not None else window
+    types = read.config.get("layer_types") or every(interval, spec.num_layers)
+    return windowed(replace(spec, rope_local=local), window, types, near=LOCAL, both_ways=both_ways)
 
 
 def ropes_by_type(config: Config, far_theta: float, near_theta: float) -> tuple[Config, Config]:
@@ -137,9 +131,7 @@ def _by_type(config: Config) -> Config:
     return both
 
 
-layer_weights = partial(sandwich_layer, names=NORMS)
+leaves = partial(layer_weights, norms=NORMS)
 GEMMA = Family("GemmaForCausalLM", "gemma", FIELDS, spec1_from_hf, DEFAULTS)
-GEMMA2 = Family("Gemma2ForCausalLM", "gemma2", FIELDS2, spec2_from_hf, DEFAULTS2, leaves=layer_weights)
-GEMMA3 = Family(
-    "Gemma3ForCausalLM", "gemma3_text", FIELDS3, spec3_from_hf, DEFAULTS3, base="Gemma3Text", leaves=layer_weights
-)
+GEMMA2 = Family("Gemma2ForCausalLM", "gemma2", FIELDS2, spec2_from_hf, DEFAULTS2, leaves=leaves)
+GEMMA3 = Family("Gemma3ForCausalLM", "gemma3_text", FIELDS3, spec3_from_hf, DEFAULTS3, base="Gemma3Text", leaves=leaves)

@@ -1,13 +1,11 @@
 """gpt-oss, with weights in bfloat16: a sink in every head, a window in every other layer, biases, and experts whose
 gate and up are clamped."""
 
-from dataclasses import replace
-
 from fengine.models.family import DECODER, READ, Family, refuse_others
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
 from fengine.models.reader import LEAST, MOST, ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.sources import Source
-from fengine.models.spec import Config, ModelSpec
+from fengine.models.spec import ModelSpec
 from fengine.models.weights import LayerWeights, Weight
 from fengine.ops.experts import ALPHA
 
@@ -26,22 +24,20 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def spec_from_hf(config: Config) -> ModelSpec:
-    read = ConfigReader(config)
-    refuse_others(config, {"swiglu_alpha": ALPHA})
+def spec_from_hf(read: ConfigReader) -> ModelSpec:
+    refuse_others(read.config, {"swiglu_alpha": ALPHA})
     limit = read.number("swiglu_limit", LEAST, MOST, default=7.0)
-    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
-        config = config | {"rope_parameters": ROPE}
-    spec = with_experts(read, decoder_spec(config), "intermediate_size", renormalise=True)
-    spec = replace(spec, experts=spec.experts and replace(spec.experts, limit=limit))
-    return windowed(spec, sliding_window(config), config.get("layer_types") or every(2, spec.num_layers))
+    if read.config.get("rope_parameters") is None and not read.config.get("rope_scaling"):
+        read = read.changed({"rope_parameters": ROPE})
+    spec = with_experts(read, decoder_spec(read), renormalise=True, limit=limit)
+    return windowed(spec, sliding_window(read), read.config.get("layer_types") or every(2, spec.num_layers))
 
 
-def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+def leaves(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     experts = expert_stacks("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj", as_gpt_oss=True)
     sinks = Source(f"model.layers.{layer.index}.self_attn.sinks", (spec.num_heads,))
     leaf = Weight(("layers", layer.index, "sinks_H"), (sinks,), "H", "H", fill="small")
     return [*moe_layer(experts)(spec, layer), leaf]
 
 
-FAMILY = Family("GptOssForCausalLM", "gpt_oss", FIELDS, spec_from_hf, DEFAULTS, leaves=layer_weights)
+FAMILY = Family("GptOssForCausalLM", "gpt_oss", FIELDS, spec_from_hf, DEFAULTS, leaves=leaves)

@@ -1,12 +1,10 @@
 """Granite 3: Llama's decoder whose embeddings, attention scores, residual additions and logits are scaled; dense, or
 with experts that renormalise, each kind of which is one tensor of the checkpoint."""
 
-from dataclasses import replace
-
 from fengine.models.family import DECODER, OTHERS, READ, Family
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
 from fengine.models.reader import LEAST, MOST, ConfigReader, decoder_spec
-from fengine.models.spec import Config, ModelSpec
+from fengine.models.spec import ModelSpec
 
 SCALES = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 FIELDS = {**DECODER, "attention_bias": READ, "mlp_bias": READ, **dict.fromkeys(SCALES, READ)}
@@ -15,19 +13,15 @@ BLOCK = "block_sparse_moe"
 NAMES = (f"{BLOCK}.router.layer", f"{BLOCK}.input_linear.weight", f"{BLOCK}.output_linear.weight")
 
 
-def spec_from_hf(config: Config) -> ModelSpec:
-    read = ConfigReader(config)
+def spec_from_hf(read: ConfigReader) -> ModelSpec:
     embed, logits, residual, attention = (read.number(name, LEAST, MOST, default=1.0) for name in SCALES)
-    spec = decoder_spec(config)
-    read.done(spec.architecture)
-    return replace(
-        spec, embed_scale=embed, logit_scale=1.0 / logits, residual_scale=residual, attention_scale=attention
+    return decoder_spec(
+        read, embed_scale=embed, logit_scale=1.0 / logits, residual_scale=residual, attention_scale=attention
     )
 
 
-def moe_spec(config: Config) -> ModelSpec:
-    spec = spec_from_hf({**config, "mlp_bias": False})
-    return with_experts(ConfigReader(config), spec, "intermediate_size", renormalise=True)
+def moe_spec(read: ConfigReader) -> ModelSpec:
+    return with_experts(read, spec_from_hf(read.changed({"mlp_bias": False})), renormalise=True)
 
 
 FAMILY = Family("GraniteForCausalLM", "granite", FIELDS, spec_from_hf)

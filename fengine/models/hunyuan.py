@@ -2,8 +2,8 @@
 
 from fengine.models.family import DECODER, READ, SPEED, Family, refuse_others
 from fengine.models.reader import ConfigReader, decoder_spec, joined_rope
-from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import LayerWeights, Weight, prenorm_layer
+from fengine.models.spec import ModelSpec
+from fengine.models.weights import LayerWeights, Weight, layer_weights
 
 UNREAD = (
     "cla_share_factor", "dense_list", "norm_type", "use_rotary_pos_emb", "pool_type", "num_media_embeds",
@@ -19,31 +19,29 @@ FIELDS = {
 DEFAULTS = {"rms_norm_eps": 1e-5}
 
 
-def spec_from_hf(config: Config) -> ModelSpec:
-    spec = decoder_spec(stretched(config))
+def spec_from_hf(read: ConfigReader) -> ModelSpec:
+    spec = decoder_spec(stretched(read))
     refuse_others({"attention_factor": spec.rope.attention_factor}, {"attention_factor": 1.0})  # norms stand behind it
     return spec
 
 
-def stretched(config: Config) -> Config:
-    """A rotary embedding of type dynamic with `alpha` is an ordinary one of a larger base. Pure."""
-    read = ConfigReader(config)
+def stretched(read: ConfigReader) -> ConfigReader:
+    """A rotary embedding of type dynamic with `alpha` is an ordinary one of a larger base."""
     rope = joined_rope(read)
     if not rope.get("alpha") or "dynamic" not in (rope.get("rope_type"), rope.get("type")):
-        return config
-    read = ConfigReader(rope, read.problems)
-    alpha, theta, width = read.number("alpha", 0.0, 1e6), read.number("rope_theta", 0.0, 1e15), config.get("head_dim")
+        return read
+    part, width = ConfigReader(rope, read.problems), read.config.get("head_dim")
+    alpha, theta = part.number("alpha", 0.0, 1e6), part.number("rope_theta", 0.0, 1e15)
     if type(width) is not int or width < 4:
         read.problems.append(f"rope_scaling with alpha needs head_dim, got {width!r}")
         width = 4
-    read.done(config["architectures"][0])
     theta *= alpha ** (width / (width - 2))
-    return config | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    return read.changed({"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}})
 
 
-def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+def leaves(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     norms = (("q_turned_norm_K", "self_attn.query_layernorm"), ("k_turned_norm_K", "self_attn.key_layernorm"))
-    return [*prenorm_layer(spec, layer), *(layer.norm(key, name, spec.head_dim) for key, name in norms)]
+    return [*layer_weights(spec, layer), *(layer.norm(key, name, spec.head_dim) for key, name in norms)]
 
 
-FAMILY = Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", FIELDS, spec_from_hf, DEFAULTS, leaves=layer_weights)
+FAMILY = Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", FIELDS, spec_from_hf, DEFAULTS, leaves=leaves)

@@ -7,8 +7,8 @@
 Norm weights and biases carry the activations' dtype (float32 on the CPU, the model's on CUDA); matrices keep theirs."""
 
 from fengine.models.family import DECODER, NAMES, READ, TRAINING, Family
-from fengine.models.reader import decoder_spec, refuse_layer_types
-from fengine.models.spec import Config, ModelSpec
+from fengine.models.reader import ConfigReader, decoder_spec, refuse_layer_types
+from fengine.models.spec import ModelSpec
 
 FIELDS = {
     **DECODER, "attention_bias": READ, "mlp_bias": READ, "layer_types": READ,
@@ -16,18 +16,18 @@ FIELDS = {
 }  # fmt: skip
 
 
-def spec_from_hf(config: Config) -> ModelSpec:
-    refuse_layer_types(config)
-    return decoder_spec(config)
+def spec_from_hf(read: ConfigReader) -> ModelSpec:
+    refuse_layer_types(read.config)
+    return decoder_spec(read)
 
 
 FAMILY = Family("LlamaForCausalLM", "llama", FIELDS, spec_from_hf)
 
 
-def ernie_spec(config: Config) -> ModelSpec:
-    """Pairs of neighbours turn. Pure."""
-    bias = config.get("use_bias")
-    return decoder_spec(config | {"attention_bias": bias, "mlp_bias": bias}, interleaved=True)
+def ernie_spec(read: ConfigReader) -> ModelSpec:
+    """Pairs of neighbours turn."""
+    bias = read.config.get("use_bias")
+    return decoder_spec(read.changed({"attention_bias": bias, "mlp_bias": bias}), interleaved=True)
 
 
 ERNIE = Family(
@@ -38,6 +38,6 @@ SEED_OSS = Family(
     "SeedOssForCausalLM", "seed_oss",
     {**DECODER, **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), READ),
      "residual_dropout": TRAINING},
-    lambda config: decoder_spec(config, o_bias=config["attention_out_bias"] is True),
+    lambda read: decoder_spec(read, o_bias=read.config["attention_out_bias"] is True),
     {"attention_bias": True, "attention_out_bias": False, "num_key_value_heads": 8, "head_dim": 128},
 )  # fmt: skip

@@ -7,21 +7,20 @@ from functools import partial
 from fengine.models.family import DECODER, READ, Family
 from fengine.models.moe import EXPERT_FIELDS, expert_weights, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec, refuse_layer_types, sliding_window, windowed
-from fengine.models.spec import Config, ModelSpec
+from fengine.models.spec import ModelSpec
 
 FIELDS = {**DECODER, "sliding_window": READ, "layer_types": READ}
 DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
 MIXTRAL_DEFAULTS = {"sliding_window": None, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
 
-def spec_from_hf(config: Config) -> ModelSpec:
-    return windowed(decoder_spec(config), sliding_window(config), config.get("layer_types"))
+def spec_from_hf(read: ConfigReader) -> ModelSpec:
+    return windowed(decoder_spec(read), sliding_window(read), read.config.get("layer_types"))
 
 
-def moe_spec(config: Config) -> ModelSpec:
-    refuse_layer_types(config)
-    spec = spec_from_hf(config | {"layer_types": None})
-    return with_experts(ConfigReader(config), spec, "intermediate_size", renormalise=True)
+def moe_spec(read: ConfigReader) -> ModelSpec:
+    refuse_layer_types(read.config)
+    return with_experts(read, spec_from_hf(read.changed({"layer_types": None})), renormalise=True)
 
 
 FAMILY = Family("MistralForCausalLM", "mistral", FIELDS, spec_from_hf, DEFAULTS)

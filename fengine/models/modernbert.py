@@ -11,8 +11,8 @@ from fengine.models.gemma import UNREAD, ropes_by_type
 from fengine.models.reader import FULL, GELU_ALL, SLIDING, ConfigReader, decoder_spec, rope_spec, windowed
 from fengine.models.rope import LOCAL
 from fengine.models.sources import Source
-from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import EMBEDDING, Weight, decoder_weights, prenorm_layer, with_bias
+from fengine.models.spec import ModelSpec
+from fengine.models.weights import EMBEDDING, Weight, decoder_weights, layer_weights, with_bias
 
 OWN = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_activation",
@@ -35,29 +35,25 @@ DEFAULTS = {
 EPS = 1e-5  # of the head's norm
 
 
-def spec_from_hf(config: Config) -> ModelSpec:
-    pool = config["classifier_pooling"]
+def spec_from_hf(read: ConfigReader) -> ModelSpec:
+    config, pool = read.config, read.config["classifier_pooling"]
     if pool not in ("cls", "mean"):
         raise UnsupportedArchitectureError(f"classifier_pooling = {pool!r} is not supported; 'cls' and 'mean' are.")
     if config["architectures"][0].endswith("Classification"):
         refuse_others(config, {"classifier_activation": "gelu", "norm_eps": EPS})
-    read = ConfigReader(config)
-    eps, both_sides = read.number("norm_eps", 0.0, 1.0), read.size("local_attention", 1 << 27, least=2)
+    both_sides = read.size("local_attention", 1 << 27, least=2)
     reach = read.size("sliding_window", 1 << 27, default=both_sides // 2)  # another way to say it
     interval = read.size("global_attn_every_n_layers", 1 << 12, default=3)
     far, near = ropes_by_type(
         config | {"rope_theta": config.get("global_rope_theta") or 160_000.0},
         160_000.0, config.get("local_rope_theta") or 10_000.0,
     )  # fmt: skip
-    act = GELU_ALL.get(str(config["hidden_activation"] or "gelu"), "")
     spec = decoder_spec(
-        config | {"rms_norm_eps": eps, "rope_parameters": far} | UNREAD,
-        activation=("hidden_activation", tuple(GELU_ALL)), act=act, causal=False,
-        generates=False, layer_norm=True, embed_norm=True, score_pool=pool, norm_bias=read.flag("norm_bias"),
-        score_bias=read.flag("classifier_bias"),
+        read.changed({"rope_parameters": far} | UNREAD), norm_eps="norm_eps",
+        activation=("hidden_activation", GELU_ALL), causal=False, generates=False, layer_norm=True, embed_norm=True,
+        score_pool=pool, norm_bias=read.flag("norm_bias"), score_bias=read.flag("classifier_bias"),
         rope_local=rope_spec(ConfigReader({"rope_parameters": near}, read.problems), 2, 1),
     )  # fmt: skip
-    read.done(spec.architecture)
     types = config.get("layer_types") or [SLIDING if i % interval else FULL for i in range(spec.num_layers)]
     return windowed(spec, reach + 1, types, near=LOCAL, both_ways=True)
 
@@ -80,7 +76,7 @@ def rename(spec: ModelSpec, name: str) -> str:
 
 
 def weights(spec: ModelSpec) -> list[Weight]:
-    found = decoder_weights(spec, partial(prenorm_layer, fused_qkv=True, fused_mlp=True))
+    found = decoder_weights(spec, partial(layer_weights, fused_qkv=True, fused_mlp=True))
     norm = Weight(("score_norm_D",), (Source("score_norm.weight", (spec.hidden_size,)),), "D", fill="one")
     norm = with_bias(norm) if spec.norm_bias else norm
     return found + ([*head_weights(spec, bias=spec.score_bias), norm] if spec.num_labels else [])

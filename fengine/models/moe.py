@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fengine.models.family import OUTPUTS, READ, TRAINING, Fields
 from fengine.models.reader import ConfigReader
 from fengine.models.sources import ExpertOrder, Source
 from fengine.models.spec import ExpertSpec, ModelSpec
-from fengine.models.weights import Fill, LayerLeaves, LayerWeights, Parts, Weight, mlp_weights, prenorm_layer
+from fengine.models.weights import Fill, LayerLeaves, LayerWeights, Parts, Weight, layer_weights, mlp_weights
 
 EXPERT_FIELDS: Fields = {
     "num_experts_per_tok": READ, "num_experts": READ, "num_local_experts": READ, "output_router_logits": OUTPUTS,
@@ -18,17 +19,17 @@ COUNTS = ("num_experts", "num_local_experts")  # one number under two names, the
 MOST = 1 << 12  # experts
 
 
-def with_experts(read: ConfigReader, spec: ModelSpec, size: str, renormalise: bool) -> ModelSpec:
-    """The spec with experts in every layer; `size` is the name of a key. Errors: ModelLoadError."""
+def with_experts(
+    read: ConfigReader, spec: ModelSpec, renormalise: bool, size: str = "intermediate_size", **facts: Any
+) -> ModelSpec:
+    """The spec with experts in every layer; `size` is the name of a key, `facts` are those that families differ in."""
     counts = {name: read.config[name] for name in COUNTS if read.config.get(name) is not None}
     if len(set(map(str, counts.values()))) > 1:
         read.problems.append(f"{counts} contradict each other")
     experts, top_k = read.size(next(iter(counts), COUNTS[0]), MOST), read.size("num_experts_per_tok", MOST)
     if top_k > experts:
         read.problems.append(f"num_experts_per_tok ({top_k}) is more than the experts ({experts})")
-    found = ExpertSpec(experts, top_k, read.size(size, 1 << 22), renormalise)
-    read.done(spec.architecture)
-    return replace(spec, experts=found)
+    return replace(spec, experts=ExpertSpec(experts, top_k, read.size(size, 1 << 22), renormalise, **facts))
 
 
 def expert_weights(found: ExpertSpec, hidden: int, layer: LayerWeights, block: str = "mlp",
@@ -106,4 +107,4 @@ def moe_layer(experts: Experts = expert_weights) -> LayerLeaves:
         shared = shared_weights(found, spec.hidden_size, layer) if found.shared_size else []
         return [*experts(found, spec.hidden_size, layer), *shared]
 
-    return partial(prenorm_layer, mlp=mlp)
+    return partial(layer_weights, mlp=mlp)

@@ -7,9 +7,10 @@ from typing import Any
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError
 from fengine.models.spec import Config, LayerKind, ModelSpec, RopeSpec
 
-SILU = ("silu", "swish")  # two names of one function
-GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
-GELU_ALL = {"gelu": "gelu", **dict.fromkeys(GELU_TANH, "gelu_tanh")}  # by the names that configs give them
+Acts = dict[str, str]  # activations by the names that configs give them, first what is meant where there is none
+SILU: Acts = {"silu": "silu", "swish": "silu"}
+GELU_TANH: Acts = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+GELU_ALL: Acts = {"gelu": "gelu", **GELU_TANH}
 LEAST, MOST = 1e-6, 1e6  # of factors: with others float32 overflows, or rounds the result away
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -26,6 +27,10 @@ class ConfigReader:
     def __init__(self, config: Config, problems: list[str] | None = None) -> None:
         """`problems`: those of the config that this one is part of."""
         self.config, self.problems = config, [] if problems is None else problems
+
+    def changed(self, changes: Config) -> "ConfigReader":
+        """Of the same config with other values."""
+        return ConfigReader(self.config | changes, self.problems)
 
     def size(self, name: str, limit: int, default: int | None = None, least: int = 1) -> int:
         """A whole number in [least, limit]; 1 when it had to complain."""
@@ -73,25 +78,27 @@ class ConfigReader:
     def done(self, architecture: str) -> None:
         """Errors: ModelLoadError with every problem, one a line."""
         if self.problems:
-            shown = "\n  ".join(self.problems)
+            shown = "\n  ".join(dict.fromkeys(self.problems))  # a key may have been read twice
             raise ModelLoadError(f"config.json does not describe a {architecture}:\n  {shown}")
 
 
-def decoder_spec(config: Config, **switches: Any) -> ModelSpec:
-    """The facts that all configs of decoders share; `switches` are the ModelSpec fields that differ. Pure.
-
-    Two more: `partial_rotary`, where the family knows heads of which only the first columns turn, and `activation`: the
-    key of the gate's and its names.
+def decoder_spec(
+    read: ConfigReader, norm_eps: str = "rms_norm_eps", activation: tuple[str, Acts] = ("hidden_act", SILU),
+    partial_rotary: bool = False, **facts: Any,
+) -> ModelSpec:  # fmt: skip
+    """What all configs of decoders tell, but for `facts`. `norm_eps`: the key of norms' eps; `activation`: that of the
+    gate, and its names; `partial_rotary`: the family knows heads of which only the first columns turn.
 
     Keys that are absent take transformers' default where it has one for every checkpoint (rms_norm_eps 1e-6, head_dim
-    hidden_size / heads, untied embeddings, no biases); sizes have none. Errors: ModelLoadError with every bad field;
-    UnsupportedArchitectureError for a feature that is not built."""
-    refuse_activation(config, *switches.pop("activation", ("hidden_act", SILU)))
-    read = ConfigReader(config)
+    hidden_size / heads, untied embeddings, no biases); sizes have none. Errors: ModelLoadError with every bad field so
+    far; UnsupportedArchitectureError for a feature that is not built."""
+    key, acts = activation
+    named = read.config.get(key)
+    act = activation_of(key, next(iter(acts)) if named is None else named, acts)
     hidden, heads, kv_heads, head_dim = _heads(read)
-    if config.get("is_causal", True) is None:  # which transformers reads in one way or another, by its attention
+    if read.config.get("is_causal", True) is None:  # which transformers reads in one way or another, by its attention
         read.problems.append("is_causal must be true or false, got None")
-    facts: dict[str, Any] = {
+    found: dict[str, Any] = {
         "vocab_size": read.size("vocab_size", 1 << 24),
         "hidden_size": hidden,
         "mlp_size": read.size("intermediate_size", 1 << 22),
@@ -99,7 +106,8 @@ def decoder_spec(config: Config, **switches: Any) -> ModelSpec:
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_eps": read.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
+        "rms_eps": read.number(norm_eps, 0.0, 1.0, default=1e-6 if norm_eps == "rms_norm_eps" else None),
+        "act": act,
         "max_position": read.size("max_position_embeddings", 1 << 27),
         "tie_embeddings": read.flag("tie_word_embeddings"),
         "causal": read.flag("is_causal", default=True),
@@ -107,13 +115,12 @@ def decoder_spec(config: Config, **switches: Any) -> ModelSpec:
         "o_bias": bias,
         "mlp_bias": read.flag("mlp_bias"),
     }
-    partial = switches.pop("partial_rotary", False)
-    if partial:
-        facts["rotary_dim"] = head_dim = rotary_dim(read, head_dim)
-    facts["rope"] = rope_spec(read, head_dim, facts["max_position"], partial)
-    architecture = config["architectures"][0]
+    if partial_rotary:
+        found["rotary_dim"] = head_dim = rotary_dim(read, head_dim)
+    found["rope"] = rope_spec(read, head_dim, found["max_position"], partial_rotary)
+    architecture = read.config["architectures"][0]
     read.done(architecture)
-    return ModelSpec(architecture, **facts | switches)
+    return ModelSpec(architecture, **found | facts)
 
 
 def _heads(read: ConfigReader) -> tuple[int, int, int, int]:
@@ -134,19 +141,16 @@ def _heads(read: ConfigReader) -> tuple[int, int, int, int]:
     return hidden, heads, kv_heads, head_dim
 
 
-def refuse_activation(config: Config, name: str, known: tuple[str, ...]) -> None:
-    """Errors: UnsupportedArchitectureError naming the value."""
-    act = config.get(name)
-    if act is not None and act not in known:
-        raise UnsupportedArchitectureError(f"{name} = {act!r} is not supported; supported: {known[0]!r}.")
+def activation_of(name: str, value: Any, acts: Acts) -> str:
+    """Our name of the function that the key `name` names. Errors: UnsupportedArchitectureError."""
+    if not isinstance(value, str) or value not in acts:
+        raise UnsupportedArchitectureError(f"{name} = {value!r:.80} is not supported; supported: {', '.join(acts)}.")
+    return acts[value]
 
 
-def sliding_window(config: Config) -> int | None:
-    """The key `sliding_window`; None if it is null. Errors: ModelLoadError."""
-    read = ConfigReader(config)
-    window = None if config.get("sliding_window") is None else read.size("sliding_window", 1 << 27)
-    read.done("model")
-    return window
+def sliding_window(read: ConfigReader) -> int | None:
+    """The key `sliding_window`; None if it is null."""
+    return None if read.config.get("sliding_window") is None else read.size("sliding_window", 1 << 27)
 
 
 def every(interval: int, count: int) -> list[str]:

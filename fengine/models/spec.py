@@ -183,6 +183,6 @@ class ModelSpec:
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=self.num_kv_heads // ranks)
 
 
-def embedding_spec(spec: ModelSpec, architecture: str | None = None) -> ModelSpec:
+def embedding_spec(spec: ModelSpec) -> ModelSpec:
     """The same decoder without an output head: its hidden states are the result. Pure."""
-    return replace(spec, architecture=architecture or spec.architecture, generates=False)
+    return replace(spec, generates=False)

@@ -4,8 +4,8 @@ from functools import partial
 
 from fengine.models.family import DECODER, READ, TRAINING, Family
 from fengine.models.reader import GELU_TANH, ConfigReader, decoder_spec, sliding_window, windowed
-from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import plain_mlp_weights, prenorm_layer
+from fengine.models.spec import ModelSpec
+from fengine.models.weights import layer_weights, plain_mlp_weights
 
 FIRST = (
     "activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
@@ -21,18 +21,16 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def spec_from_hf(config: Config) -> ModelSpec:
-    read = ConfigReader(config)
-    bias, eps = read.flag("use_bias", default=True), read.number("norm_epsilon", 0.0, 1.0)
-    read.done(config["architectures"][0])
+def spec_from_hf(read: ConfigReader) -> ModelSpec:
+    bias = read.flag("use_bias", default=True)
     spec = decoder_spec(
-        config | {"rms_norm_eps": eps}, activation=("hidden_act", GELU_TANH), act="gelu_tanh", layer_norm=True,
-        norm_bias=True, qkv_bias=bias, o_bias=bias, mlp_bias=bias,
+        read, norm_eps="norm_epsilon", activation=("hidden_act", GELU_TANH), layer_norm=True, norm_bias=True,
+        qkv_bias=bias, o_bias=bias, mlp_bias=bias,
     )  # fmt: skip
-    return windowed(spec, sliding_window(config))
+    return windowed(spec, sliding_window(read))
 
 
 FAMILY = Family(
     "Starcoder2ForCausalLM", "starcoder2", FIELDS, spec_from_hf, DEFAULTS,
-    leaves=partial(prenorm_layer, mlp=partial(plain_mlp_weights, up="mlp.c_fc", down="mlp.c_proj")),
+    leaves=partial(layer_weights, mlp=partial(plain_mlp_weights, up="mlp.c_fc", down="mlp.c_proj")),
 )  # fmt: skip

@@ -1,15 +1,14 @@
 """`VisionFamily`: a decoder of one of the families, and a tower whose embeddings stand in for placeholder tokens."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError
 from fengine.models import layers, llama, mistral, qwen
 from fengine.models.family import COMMON, READ, Family, Fields, Model, Vision, check_fields, check_model_type
-from fengine.models.reader import ConfigReader
+from fengine.models.reader import Acts, ConfigReader, activation_of
 from fengine.models.spec import Config, ModelSpec, VisionSpec
-from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer
+from fengine.models.weights import LayerLeaves, Weight, decoder_weights, layer_weights
 
 TEXTS = {family.model_type: family for family in (llama.FAMILY, mistral.TEXT, qwen.QWEN2, qwen.QWEN3)}
 WHOLE: Fields = {**COMMON, "text_config": READ, "vision_config": READ, "tie_word_embeddings": READ}
@@ -17,21 +16,22 @@ WHOLE: Fields = {**COMMON, "text_config": READ, "vision_config": READ, "tie_word
 
 class VisionFamily(NamedTuple):
     """`fields`: of the whole config; `vision_fields`: of its vision_config; `texts`: families of its decoder by the
-    model_type of text_config; `read`: the facts of the tower (errors: ModelLoadError and kinds); `weights`: its leaves,
+    model_type of text_config; `read`: the same spec with the tower's facts (errors: ModelLoadError and kinds);
+    `weights`: its leaves,
     by the decoder's hidden size; `rename`: our name of a checkpoint's tensor, or ""."""
 
     architecture: str
     model_type: str
     fields: Fields
     vision_fields: Fields
-    read: Callable[[Config, Config, ModelSpec], ModelSpec]  # of the whole config, its vision_config, the decoder's spec
+    read: Callable[[ConfigReader, ConfigReader, ModelSpec], ModelSpec]  # the whole, its vision_config, the decoder's
     weights: Callable[[int, Any], list[Weight]]
     vision: Vision
     rename: Callable[[str], str]
     texts: dict[str, Family] = TEXTS
     text_defaults: Config = {}
     vision_defaults: Config = {}
-    leaves: LayerLeaves = prenorm_layer  # of a layer of the decoder
+    leaves: LayerLeaves = layer_weights  # of a layer of the decoder
     text_ties: bool = False  # tie_word_embeddings of text_config counts beside that of the whole config
 
     def models(self) -> dict[str, Model]:
@@ -54,15 +54,14 @@ class VisionFamily(NamedTuple):
         family = self.texts[kind]
         check_fields(text, family.fields, f"{self.architecture}'s text_config")
         check_fields(vision, self.vision_fields, f"{self.architecture}'s vision_config")
-        given = family.defaults | self.text_defaults | text
-        reads = ConfigReader(config), ConfigReader(text)
+        whole, own, part = ConfigReader(config), ConfigReader(text), ConfigReader(self.vision_defaults | vision)
         key = "tie_word_embeddings"  # where neither tells, the decoder's default
-        told = [read.flag(key) for read in reads if read.config.get(key) is not None]
-        for read in reads:
+        told = [read.flag(key) for read in (whole, own) if read.config.get(key) is not None]
+        given = family.defaults | self.text_defaults | text | {"architectures": [self.architecture]}
+        own = own.changed(given | ({key: any(told) if self.text_ties else told[0]} if told else {}))
+        spec = self.read(whole, part, family.spec_from_hf(own))
+        for read in (whole, own, part):
             read.done(self.architecture)
-        given |= {key: any(told) if self.text_ties else told[0]} if told else {}
-        spec = family.spec_from_hf(given | {"architectures": [self.architecture]})
-        spec = self.read(config, self.vision_defaults | vision, spec)
         if spec.vision is None or spec.vision.token >= spec.vocab_size:
             raise ModelLoadError("config.json: the id of image tokens is not within vocab_size.")
         return spec
@@ -75,31 +74,19 @@ class VisionFamily(NamedTuple):
         return text, vision
 
 
-def tower(read: ConfigReader, token: int, acts: dict[str, str], **facts: Any) -> VisionSpec:
+def tower(read: ConfigReader, token: int, acts: Acts, **facts: Any) -> VisionSpec:
     """The facts that all configs of towers share. Problems are collected by `read`."""
-    config = read.config
-    act = config.get("hidden_act")
-    if not isinstance(act, str) or act not in acts:
-        raise UnsupportedArchitectureError(
-            f"vision_config.hidden_act = {act!r} is not supported; {', '.join(acts)} are."
-        )
     width, heads = read.size("hidden_size", 1 << 16), read.size("num_attention_heads", 1 << 12)
     if width % heads:
         read.problems.append(f"vision_config.hidden_size ({width}) is no multiple of its heads ({heads})")
     values = {
         "token": token, "width": width, "mlp_size": read.size("intermediate_size", 1 << 20),
         "num_layers": read.size("num_hidden_layers", 1 << 10), "num_heads": heads,
-        "patch": read.size("patch_size", 1 << 10), "eps": read.number("layer_norm_eps", 0.0, 1.0), "act": acts[act],
+        "patch": read.size("patch_size", 1 << 10), "eps": read.number("layer_norm_eps", 0.0, 1.0), 
+        "act": activation_of("vision_config.hidden_act", read.config.get("hidden_act"), acts),
         "channels": read.size("num_channels", 16, default=3),
     }  # fmt: skip
     return VisionSpec(**values | facts)
-
-
-def with_vision(spec: ModelSpec, vision: VisionSpec, *reads: ConfigReader, **facts: Any) -> ModelSpec:
-    """Pure. Errors: ModelLoadError with every problem."""
-    for read in reads:
-        read.done(spec.architecture)
-    return replace(spec, vision=vision, **facts)
 
 
 def renamed(prefixes: dict[str, str], name: str) -> str:

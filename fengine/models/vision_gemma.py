@@ -1,6 +1,7 @@
 """Gemma 3 with images: SigLIP's tower, whose patches are averaged in squares, normed and projected. In the decoder the
 tokens of an image see each other: each has the image's last as its last key."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,8 @@ from fengine.models import gemma
 from fengine.models.family import READ, Piece, Vision, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
-from fengine.models.spec import Config, ModelSpec, VisionSpec
-from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
+from fengine.models.spec import ModelSpec, VisionSpec
+from fengine.models.vision_family import WHOLE, VisionFamily, renamed
 from fengine.models.vision_layers import laid, project, vector
 from fengine.models.vision_tower import FIELDS as VISION_FIELDS
 from fengine.models.vision_tower import PREFIXES, SIGLIP, features, square, weights
@@ -30,10 +31,9 @@ TEXT = {  # what transformers' Gemma3TextConfig assumes, and the hub's checkpoin
 }  # fmt: skip
 
 
-def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
+def read(whole: ConfigReader, part: ConfigReader, spec: ModelSpec) -> ModelSpec:
     unread = {"final_logit_softcapping": spec.logit_cap, "use_bidirectional_attention": not spec.causal}
     refuse_others(unread, dict.fromkeys(unread, 0))  # by transformers, where there are images
-    whole, part = ConfigReader(config), ConfigReader(vision)
     count = whole.size("mm_tokens_per_image", 1 << 16, default=256)
     side = part.size("image_size", 1 << 14) // max(part.size("patch_size", 1 << 10), 1)
     merge = side // max(round(count**0.5), 1)
@@ -41,7 +41,7 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
         whole.problems.append(f"mm_tokens_per_image ({count}) makes no squares of {side} × {side} patches")
     found = square(part, whole.size("image_token_index", 1 << 24, default=262144), max(merge, 1), bidirectional=True,
                    begin=whole.size("boi_token_index", 1 << 24, default=255999))  # fmt: skip
-    return with_vision(spec, found, whole, part)
+    return replace(spec, vision=found)
 
 
 def all_weights(hidden: int, vision: VisionSpec) -> list[Weight]:

@@ -5,6 +5,7 @@
 In the prompt each tile stands behind a token that says which one it is."""
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,8 +20,8 @@ from fengine.models import vision_tower as tower
 from fengine.models.family import NAMES, READ, Piece, Vision
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
-from fengine.models.spec import Config, ModelSpec, VisionSpec
-from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
+from fengine.models.spec import ModelSpec, VisionSpec
+from fengine.models.vision_family import WHOLE, VisionFamily, renamed
 from fengine.models.vision_layers import matrix, project
 from fengine.models.weights import Weight
 
@@ -42,11 +43,10 @@ SIGLIP = {
 }  # fmt: skip
 
 
-def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
-    whole, part = ConfigReader(config), ConfigReader(vision)
+def read(whole: ConfigReader, part: ConfigReader, spec: ModelSpec) -> ModelSpec:
     merge = whole.size("scale_factor", 64, default=2)
     found = tower.square(part, whole.size("image_token_id", 1 << 24, default=128257), merge)
-    return with_vision(spec, found, whole, part)
+    return replace(spec, vision=found)
 
 
 def weights(hidden: int, vision: VisionSpec) -> list[Weight]:

@@ -2,7 +2,7 @@
 InternViT is CLIP's tower with scales behind attention and MLP, and no norm in front."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from einops import rearrange
@@ -13,8 +13,8 @@ from fengine.models import vision_tower as tower
 from fengine.models.family import READ, TRAINING, Piece, Vision, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
-from fengine.models.spec import Config, ModelSpec, VisionSpec
-from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
+from fengine.models.spec import ModelSpec, VisionSpec
+from fengine.models.vision_family import WHOLE, VisionFamily, renamed
 from fengine.models.vision_layers import projected, projector, vector
 from fengine.models.weights import Weight
 from fengine.ops import layer_norm
@@ -46,19 +46,17 @@ class InternVision(VisionSpec):
     qkv_bias: bool = False
 
 
-def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
-    refuse_others(vision, ONLY)
-    refuse_others(config, WHOLE_ONLY)
+def read(whole: ConfigReader, part: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    refuse_others(part.config, ONLY)
+    refuse_others(whole.config, WHOLE_ONLY)
     for name in ("image_size", "patch_size"):
-        sides = vision[name] if isinstance(vision[name], list) else [vision[name]]
+        sides = part.config[name] if isinstance(part.config[name], list) else [part.config[name]]
         if len(set(map(str, sides))) != 1:
             raise UnsupportedArchitectureError(f"vision_config.{name} = {sides!r:.80} is no square's.")
-        vision = vision | {name: sides[0]}
-    whole, part = ConfigReader(config), ConfigReader(vision)
+        part = part.changed({name: sides[0]})
     merge = round(1 / whole.number("downsample_ratio", 0.01, 1.0, default=0.5))
     found = tower.square(part, whole.size("image_token_id", 1 << 24, default=151667), merge)
-    bias = part.flag("attention_bias")
-    return with_vision(spec, InternVision(**vars(found), qkv_bias=bias), whole, part)
+    return replace(spec, vision=InternVision(**vars(found), qkv_bias=part.flag("attention_bias")))
 
 
 def weights(hidden: int, vision: InternVision) -> list[Weight]:

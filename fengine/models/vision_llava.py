@@ -10,8 +10,8 @@ from fengine.models import vision_tower as tower
 from fengine.models.family import READ, TRAINING, Piece, Vision, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
-from fengine.models.spec import Config, ModelSpec, VisionSpec
-from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
+from fengine.models.spec import ModelSpec, VisionSpec
+from fengine.models.vision_family import WHOLE, VisionFamily, renamed
 from fengine.models.vision_layers import projected, projector
 from fengine.models.weights import Weight
 
@@ -28,18 +28,20 @@ TEXT = {  # what transformers' LlamaConfig assumes, and the hub's LLaVA leaves o
 }  # fmt: skip
 
 
-def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
-    whole, part = ConfigReader(config), ConfigReader(vision)
-    refuse_others(vision, {"model_type": "clip_vision_model"})
-    refuse_others(config, ONLY)
-    token = whole.size("image_token_id", 1 << 24, default=whole.size("image_token_index", 1 << 24, default=32000))
-    found = tower.square(part, token)
-    chosen = config.get("vision_feature_layer", -2)
+def image_token(whole: ConfigReader, default: int) -> int:
+    return whole.size("image_token_id", 1 << 24, default=whole.size("image_token_index", 1 << 24, default=default))
+
+
+def read(whole: ConfigReader, part: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    refuse_others(part.config, {"model_type": "clip_vision_model"})
+    refuse_others(whole.config, ONLY)
+    found = tower.square(part, image_token(whole, 32000))
+    chosen = whole.config.get("vision_feature_layer", -2)
     chosen = chosen if isinstance(chosen, list) else [chosen]
     places = [at + found.num_layers + 1 if type(at) is int and at < 0 else at for at in chosen]
     if not all(type(at) is int and 0 <= at <= found.num_layers for at in places):
         whole.problems.append(f"vision_feature_layer = {chosen!r:.80} names no layer of {found.num_layers}")
-    return with_vision(spec, replace(found, feature_layers=tuple(places)), whole, part)
+    return replace(spec, vision=replace(found, feature_layers=tuple(places)))
 
 
 def weights(hidden: int, vision: VisionSpec) -> list[Weight]:

@@ -4,7 +4,7 @@ whole, tiles -> SigLIP's layers -> linear, gelu, linear -> the whole's patches, 
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from fengine.models.family import READ, Piece, Vision, refuse_others
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
-from fengine.models.vision_family import VisionFamily, with_vision
+from fengine.models.vision_family import VisionFamily
 from fengine.models.vision_layers import projected, projector, vector
 from fengine.models.weights import Weight
 
@@ -67,13 +67,12 @@ def most_tiles(config: Config, vision: Config) -> int:
     return int(most[1])
 
 
-def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
-    whole, most = ConfigReader(config), most_tiles(config, vision)
-    tile, patch = (ConfigReader(vision).size(name, 1 << 14) for name in ("image_size", "patch_size"))
-    part = ConfigReader(vision | {"image_size": tile - tile % max(patch, 1)})  # what is over is not read
-    token = whole.size("image_token_id", 1 << 24, default=whole.size("image_token_index", 1 << 24, default=151646))
-    found = tower.square(part, token)
-    sizes = config.get("image_grid_pinpoints") or [[h, w] for h in SIDES for w in SIDES]
+def read(whole: ConfigReader, part: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    most = most_tiles(whole.config, part.config)
+    tile, patch = (part.size(name, 1 << 14) for name in ("image_size", "patch_size"))
+    part = part.changed({"image_size": tile - tile % patch})  # what is over is not read
+    found = tower.square(part, llava.image_token(whole, 151646))
+    sizes = whole.config.get("image_grid_pinpoints") or [[h, w] for h in SIDES for w in SIDES]
     if not isinstance(sizes, list) or not all(
         isinstance(s, list) and len(s) == 2 and all(type(n) is int and n >= tile for n in s) for s in sizes
     ):
@@ -81,7 +80,7 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
         sizes = []
     layers = (found.num_layers,)
     facts = vars(found) | {"feature_layers": layers, "tile": tile, "most": most}
-    return with_vision(spec, OneVision(**facts, sizes=tuple((h, w) for h, w in sizes)), whole, part)
+    return replace(spec, vision=OneVision(**facts, sizes=tuple((h, w) for h, w in sizes)))
 
 
 def weights(hidden: int, vision: VisionSpec) -> list[Weight]:

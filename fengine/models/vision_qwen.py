@@ -5,6 +5,7 @@ stretched over the image, and what comes out of some blocks is added behind the 
 token of an image stands at its own row and column."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from fengine.models.family import COMMON, READ, SPEED, Piece, Vision, refuse_oth
 from fengine.models.reader import GELU_ALL, SILU, ConfigReader
 from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec, VisionSpec
-from fengine.models.vision_family import WHOLE, VisionFamily, renamed, tower, with_vision
+from fengine.models.vision_family import WHOLE, VisionFamily, renamed, tower
 from fengine.models.vision_layers import matrix, patch_matrix, vector
 from fengine.models.vision_qwen_tower import EPS, THETA, QwenVision, encode
 from fengine.models.weights import Weight
@@ -91,16 +92,15 @@ def sections(config: Config, spec: ModelSpec) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def read(config: Config, vision: Config, spec: ModelSpec, third: bool) -> ModelSpec:
+def read(whole: ConfigReader, part: ConfigReader, spec: ModelSpec, third: bool) -> ModelSpec:
     refuse_others({"use_sliding_window": third and bool(spec.window)}, {"use_sliding_window": False})
     named = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads", "num_channels": "in_channels"}
-    facts = vision | {ours: vision.get(theirs) for ours, theirs in named.items()} | {"layer_norm_eps": EPS}
-    facts["num_channels"] = facts["num_channels"] or vision.get("in_chans")
-    whole, part = ConfigReader(config), ConfigReader(facts)
-    turned = objects(vision, "rope_parameters")
+    facts = {ours: part.config.get(theirs) for ours, theirs in named.items()} | {"layer_norm_eps": EPS}
+    facts["num_channels"] = facts["num_channels"] or part.config.get("in_chans")
+    part, turned = part.changed(facts), objects(part.config, "rope_parameters")
     if turned.get("rope_theta", THETA) != THETA or turned.get("rope_type", "axial") != "axial":
         raise UnsupportedArchitectureError(f"vision_config.rope_parameters = {turned!r:.80} are not supported.")
-    found = tower(part, whole.size("image_token_id", 1 << 24), GELU_ALL if third else dict.fromkeys(SILU, "silu"))
+    found = tower(part, whole.size("image_token_id", 1 << 24), GELU_ALL if third else SILU)
     merge = part.size("spatial_merge_size", 16, default=2)
     full, deep = (
         _layers(part, name, found.num_layers) for name in ("fullatt_block_indexes", "deepstack_visual_indexes")
@@ -116,7 +116,7 @@ def read(config: Config, vision: Config, spec: ModelSpec, third: bool) -> ModelS
     if not third and not more["window"]:
         part.problems.append("window_size holds no token")
     made = QwenVision(**{**vars(found), **more})
-    return with_vision(spec, made, whole, part, rope_sections=sections(config, spec))
+    return replace(spec, vision=made, rope_sections=sections(whole.config, spec))
 
 
 def weights(hidden: int, vision: QwenVision, third: bool) -> list[Weight]:

@@ -104,6 +104,14 @@ class LayerWeights(NamedTuple):
         letter = key.rpartition("_")[2][-1]
         return self._leaf(key, parts, (), "bias", letter, **{"shard": letter, "fill": "small"} | facts)
 
+    def linear(
+        self, key: str, parts: Parts, columns: int, letters: str, bias: str, biased: bool, **facts
+    ) -> list[Weight]:
+        """The matrix and, if `biased`, its bias under the key `bias`."""
+        shared = {name: facts[name] for name in ("order", "blocks") if name in facts}
+        found = [self.matrix(key, parts, columns, letters, **facts)]
+        return [*found, self.bias(bias, parts, **shared)] if biased else found
+
     def norm(self, key: str, name: str, *shape: int, bias: bool = False, **facts) -> Weight:
         """The weight of a norm, its bias behind it."""
         letters = key.rpartition("_")[2]
@@ -127,73 +135,55 @@ def attention_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False)
         return None if plain else HeadOrder(heads, width, turned, spec.interleaved)
 
     orders = {name: order(heads) for name, heads in heads.items()}
-    out = [("self_attn.o_proj", spec.hidden_size)]
-    found = [layer.matrix("wqkv", qkv, spec.hidden_size, "CD", order=orders, blocks=(q, kv, kv))]
-    if spec.qkv_bias:
-        found.append(layer.bias("bqkv_C", qkv, order=orders, blocks=(q, kv, kv)))
+    how = {"order": orders, "blocks": (q, kv, kv)}
+    found = layer.linear("wqkv", qkv, spec.hidden_size, "CD", "bqkv_C", spec.qkv_bias, **how)
     for name, heads in normed if spec.qk_norm else ():
         path, each = f"self_attn.{name}", (heads, "_HK") if spec.layer_norm else (1, "_K")
         shape = (heads, width) if spec.layer_norm else (width,)
         cut = "H" if spec.layer_norm else ""
         found.append(layer.norm(name + each[1], path, *shape, order={path: order(each[0])}, shard=cut))
-    found.append(layer.matrix("wo", out, q, "DC", fill="residual"))
-    if spec.o_bias:
-        found.append(layer.bias("bo_D", out))
-    return found
+    out = [("self_attn.o_proj", spec.hidden_size)]
+    return found + layer.linear("wo", out, q, "DC", "bo_D", spec.o_bias, fill="residual")
 
 
 def mlp_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False) -> list[Weight]:
     """Gate above up, and down. `fused`: so in the checkpoint. Pure."""
-    gate_up, down = [("mlp.gate_proj", spec.mlp_size), ("mlp.up_proj", spec.mlp_size)], spec.hidden_size
-    gate_up = [("mlp.gate_up_proj", 2 * spec.mlp_size)] if fused else gate_up
-    halves = (spec.mlp_size, spec.mlp_size)
-    found = [layer.matrix("wgate_up", gate_up, spec.hidden_size, "FD", blocks=halves)]
-    if spec.mlp_bias:
-        found.append(layer.bias("bgate_up_2F", gate_up, blocks=halves))
-    found.append(layer.matrix("wdown", [("mlp.down_proj", down)], spec.mlp_size, "DF", fill="residual"))
-    if spec.mlp_bias:
-        found.append(layer.bias("bdown_D", [("mlp.down_proj", down)]))
-    return found
+    size = spec.mlp_size
+    gate_up = [("mlp.gate_up_proj", 2 * size)] if fused else [("mlp.gate_proj", size), ("mlp.up_proj", size)]
+    how = {"blocks": (size, size)}
+    found = layer.linear("wgate_up", gate_up, spec.hidden_size, "FD", "bgate_up_2F", spec.mlp_bias, **how)
+    return found + down_weights(spec, layer, "mlp.down_proj")
 
 
 def plain_mlp_weights(
     spec: ModelSpec, layer: LayerWeights, up: str = "mlp.up_proj", down: str = "mlp.down_proj"
 ) -> list[Weight]:
     """Up and down of an MLP without a gate, under their names. Pure."""
-    parts = {"F": [(up, spec.mlp_size)], "D": [(down, spec.hidden_size)]}
-    return [
-        layer.matrix("wup", parts["F"], spec.hidden_size, "FD"),
-        layer.matrix("wdown", parts["D"], spec.mlp_size, "DF", fill="residual"),
-        *([layer.bias("bup_F", parts["F"]), layer.bias("bdown_D", parts["D"])] if spec.mlp_bias else []),
-    ]
+    found = layer.linear("wup", [(up, spec.mlp_size)], spec.hidden_size, "FD", "bup_F", spec.mlp_bias)
+    return found + down_weights(spec, layer, down)
 
 
-def prenorm_layer(
-    spec: ModelSpec, layer: LayerWeights, fused_qkv: bool = False, fused_mlp: bool = False,
-    mlp: "LayerLeaves | None" = None,
+def down_weights(spec: ModelSpec, layer: LayerWeights, name: str) -> list[Weight]:
+    parts = [(name, spec.hidden_size)]
+    return layer.linear("wdown", parts, spec.mlp_size, "DF", "bdown_D", spec.mlp_bias, fill="residual")
+
+
+NORMS = ("attn_norm_D", "attn_post_norm_D", "mlp_norm_D", "mlp_post_norm_D")
+PRENORM = ("input_layernorm", None, "post_attention_layernorm", None)
+
+
+def layer_weights(
+    spec: ModelSpec, layer: LayerWeights, norms: tuple[str | None, ...] = PRENORM, fused_qkv: bool = False,
+    fused_mlp: bool = False, mlp: "LayerLeaves | None" = None,
 ) -> list[Weight]:  # fmt: skip
-    """Norm, attention, norm, and the gated MLP or the leaves of `mlp`. Pure."""
-    return [
-        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size, bias=spec.norm_bias),
-        *attention_weights(spec, layer, fused_qkv),
-        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size, bias=spec.norm_bias),
-        *(mlp_weights(spec, layer, fused_mlp) if mlp is None else mlp(spec, layer)),
-    ]
-
-
-def sandwich_layer(
-    spec: ModelSpec, layer: LayerWeights, names: tuple[str, str, str], fused_mlp: bool = False
-) -> list[Weight]:
-    """Norms before and behind attention and gated MLP; of those behind the first there are three names. Pure."""
-    behind, before_mlp, behind_mlp = names
-    return [
-        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size),
-        *attention_weights(spec, layer),
-        layer.norm("attn_post_norm_D", behind, spec.hidden_size),
-        layer.norm("mlp_norm_D", before_mlp, spec.hidden_size),
-        *mlp_weights(spec, layer, fused_mlp),
-        layer.norm("mlp_post_norm_D", behind_mlp, spec.hidden_size),
-    ]
+    """Attention, and the gated MLP or the leaves of `mlp`. `norms`: the names of those before and behind each; None:
+    there is none. Pure."""
+    before, behind, before_mlp, behind_mlp = (
+        [layer.norm(key, name, spec.hidden_size, bias=spec.norm_bias)] if name is not None else []
+        for key, name in zip(NORMS, norms, strict=True)
+    )
+    inner = mlp_weights(spec, layer, fused_mlp) if mlp is None else mlp(spec, layer)
+    return [*before, *attention_weights(spec, layer, fused_qkv), *behind, *before_mlp, *inner, *behind_mlp]
 
 
 def head_weight(vocab: int, hidden: int) -> Weight:
@@ -204,7 +194,7 @@ def head_weight(vocab: int, hidden: int) -> Weight:
 LayerLeaves = Callable[[ModelSpec, LayerWeights], list[Weight]]
 
 
-def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer) -> list[Weight]:
+def decoder_weights(spec: ModelSpec, layer: LayerLeaves = layer_weights) -> list[Weight]:
     """Every leaf of Params that a checkpoint holds, in the order of the forward pass, embeddings first. Pure. Tied,
     "unembed" is "embed" itself; so it is for a model that does not generate, where nobody looks at the logits."""
     table = (spec.vocab_size, spec.hidden_size)
