@@ -43,39 +43,30 @@ class Numerics(Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`path` is "box" or "box-vl" (the models in the package), a directory, or a hub id; `revision` is that of a hub
-    id, whose files lie in the hub's cache, or in that at `download_dir`.
+    """The checkpoint, and what is read of it. Of an open engine `sampling_defaults` are the model's own, as JSON.
+    `quantization` is one of QUANTIZATIONS; "fp8" of a checkpoint in 16 bits encodes matrices at load; "w8a8_fp8", of
+    such a one or one in FP8, multiplies with activations in FP8, too."""
 
-    `dtype` auto keeps matrices as stored. `device` is cpu, cuda or cuda:N; without a number `gpu_id` is it.
-    `json_overrides` is a JSON object whose values take the place of config.json's. `context_length` is in tokens, at
-    most the checkpoint's. `is_embedding` reads a language model without its output head, for embeddings.
-    `sampling_defaults` "model": where a request gives nothing, generation_config.json's hold; of an open engine these
-    stand here, as JSON. `quantization` names the checkpoint's own, one of QUANTIZATIONS; "fp8" of a checkpoint in 16
-    bits encodes matrices at load; "w8a8_fp8", of such a one or one in FP8, multiplies with activations in FP8, too."""
-
-    path: str = "box"
-    tokenizer_path: str | None = None
-    revision: str | None = None
+    path: str = "box"  # "box" or "box-vl" (the models in the package), a directory, or a hub id
+    tokenizer_path: str | None = None  # null: the model's own
+    revision: str | None = None  # of a hub id
     load_format: LoadFormat = LoadFormat.auto
-    dtype: Dtype = Dtype.auto
-    device: str | None = None
-    gpu_id: int = 0
-    json_overrides: str = ""
-    context_length: int | None = None
-    skip_tokenizer_init: bool = False
-    is_embedding: bool = False
-    sampling_defaults: str = "openai"
-    quantization: str | None = None
-    download_dir: str | None = None
+    dtype: Dtype = Dtype.auto  # auto keeps matrices as stored
+    device: str | None = None  # cpu, cuda or cuda:N
+    gpu_id: int = 0  # N, where the device names none
+    json_overrides: str = ""  # a JSON object whose values take the place of config.json's
+    context_length: int | None = None  # tokens, at most the checkpoint's
+    skip_tokenizer_init: bool = False  # ids in, ids out
+    is_embedding: bool = False  # a language model without its output head, for embeddings
+    sampling_defaults: str = "openai"  # model: where a request gives nothing, generation_config.json's hold
+    quantization: str | None = None  # null: the checkpoint's own; fp8: matrices are encoded at load
+    download_dir: str | None = None  # of a hub id's files; null: the hub's cache
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The KV pool: `max_total_tokens` slots in pages of `page_size`, rounded down to whole pages.
-
-    `mem_fraction_static` is the share of a GPU's memory for weights and pool, used where `max_total_tokens` is None; on
-    the CPU it has no effect. `kv_cache_dtype` is one of KV_DTYPES: auto keeps keys and values as activations are;
-    fp8_e4m3 in about half of the bytes, a quarter on a CPU."""
+    """The KV pool: `max_total_tokens` slots in pages of `page_size`. `mem_fraction_static` is used where the first is
+    None, and on the CPU never. `kv_cache_dtype` is one of KV_DTYPES: auto keeps keys and values as activations are."""
 
     page_size: int | None = None
     max_total_tokens: int | None = None
@@ -86,11 +77,7 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`max_step_tokens` is the token budget of one step (SGLang's chunked_prefill_size). `max_queued_requests` may wait
-    beyond those that have a row to come to; None: all. A request that waits more than `waiting_timeout` seconds for its
-    first step, or has not ended `running_timeout` after it, ends with an error; None: none does. `overlap` schedules
-    the next step while the device computes this one; None: on a GPU. `record` is a file for every step, without texts,
-    that `fengine replay` reads."""
+    """Which requests a step computes. `overlap` None: on a GPU."""
 
     max_running_requests: int | None = None
     max_step_tokens: int | None = None
@@ -119,13 +106,8 @@ class Algorithm(Enum):
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Guessed tokens are computed with a row's last one and kept where the row draws them itself: no bit changes.
-
-    `num_draft_tokens` is SGLang's: the most tokens of a row in one step, its own included. Drafts fill a step up to
-    `step_tokens` tokens; a step that has as many already is full of work and gets none. The last `ngram_min_match`
-    tokens must have occurred before; copies are compared up to `ngram_max_match` tokens back.
-    `draft` is the checkpoint of `standalone` or `eagle3`, as `model.path`; with `ngram_first` it guesses where no
-    copy of at least four tokens is found. `adaptive`: of each request as much is guessed as pays."""
+    """Guessed tokens are computed with a row's last one and kept where the row draws them itself: no bit changes. A
+    step that has `step_tokens` tokens already is full of work and gets none."""
 
     algorithm: Algorithm = Algorithm.none
     num_draft_tokens: int | None = None
@@ -139,11 +121,9 @@ class SpeculationConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """`enabled` runs torch.compile over the layers of the model; `cuda_graph` captures steps per bucket on CUDA.
-
-    Of these steps those with prompts only with `prefill_graphs`, decode steps up to `graph_rows` rows (None: any).
-    `enabled` None: compiled on a GPU without graphs. In a graph what the layers hold beside our own ops takes no time
-    that could be seen, and the compiler takes ten seconds of each start, also with filled caches; on a CPU three."""
+    """torch.compile, and CUDA graphs. `enabled` None: compiled on a GPU without graphs. In a graph what the layers hold
+    beside our own ops takes no time that could be seen, and the compiler takes ten seconds of each start, also with
+    filled caches; on a CPU three."""
 
     enabled: bool | None = None
     cuda_graph: bool = True
@@ -153,8 +133,7 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """`tp_size` processes hold the model together, on as many GPUs from that of `model.device` on; `dp_size` replicas
-    share the requests, and with `dp_restart` one that dies is started again. No bit changes."""
+    """Processes that hold the model together, and replicas of them. No bit changes."""
 
     tp_size: int = 1
     dp_size: int = 1
@@ -172,12 +151,8 @@ class Tuples:
 
 @dataclass(frozen=True)
 class LoraConfig(Tuples):
-    """LoRA adapters. `paths` are those loaded at the start, each "name=path", or a path that is its own name; the names
-    in `pinned` keep their slot. `enabled` None: if there are any.
-
-    Device memory is set aside for `max_loras_per_batch` adapters of rank `max_lora_rank` (None: the largest rank of
-    those in `paths`; without any, DEFAULT_RANK) over `target_modules` (None: every kind that the model has). At most
-    `max_loaded_loras` are kept in CPU memory; None: all."""
+    """LoRA adapters. `paths` are those loaded at the start. Device memory is set aside for `max_loras_per_batch`
+    adapters of rank `max_lora_rank` (None without any `paths`: DEFAULT_RANK) over `target_modules`."""
 
     enabled: bool | None = None
     paths: tuple[str, ...] = ()
@@ -199,12 +174,8 @@ class LoraConfig(Tuples):
 
 @dataclass(frozen=True)
 class MultimodalConfig(Tuples):
-    """Images. `cache_mib` of the device's memory keep embeddings, so that an image is encoded once.
-
-    An image may have `max_image_mib` of encoded bytes and `max_image_pixels`. http(s) is read only with
-    `allow_image_urls`, from `image_hosts` if any are named. Of those that come over HTTP addresses of a private network
-    are read only for hosts that are named, and behind redirects never. Paths that come over HTTP are read only below
-    `image_folder`."""
+    """Images. Of URLs that come over HTTP addresses of a private network are read only for `image_hosts` that are
+    named, and behind redirects never."""
 
     cache_mib: int = 256
     max_image_mib: int = 64

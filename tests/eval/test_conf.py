@@ -16,9 +16,8 @@ from fengine.config import Dtype, EngineConfig, Numerics, Policy
 from fengine.errors import ConfigError
 from fengine.eval.cli import compose as composing
 from fengine.eval.cli.compose import inspect, is_inspection, parse
-from fengine.eval.cli.config_files import conf_dir
-from fengine.eval.cli.schema import Point, Schema
-from fengine.eval.runs.config import RUN, RunConfig, SamplingConfig, View
+from fengine.eval.cli.schema import Point, Schema, conf_dir, leaves, notes_of
+from fengine.eval.runs.config import EVAL, RUN, RunConfig, SamplingConfig, View
 
 FILES = sorted(p.relative_to(conf_dir()) for p in conf_dir().rglob("*.yaml"))
 OPTIONS = [(str(f.parent), f.stem) for f in FILES if len(f.parts) == 2 and f.parts[0] != "task"]  # that is of eval
@@ -92,6 +91,8 @@ def test_default_files_list_every_key() -> None:
             text = (conf_dir() / f.name / "default.yaml").read_text()
             for key in dataclasses.fields(f.type):
                 assert f"\n{key.name}:" in f"\n{text}", (f.name, key.name)
+    for schema in (RUN, EVAL):
+        assert [key for key in leaves(schema.keys) if not notes_of(schema).get(key)] == [], "help tells of every key"
 
 
 def test_the_model_in_the_box_is_the_default() -> None:

@@ -27,9 +27,8 @@ from fengine import run
 from fengine.config import EngineConfig
 from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval.cli.compose import parse, points
-from fengine.eval.cli.config_files import conf_dir
 from fengine.eval.cli.engines import EngineCache
-from fengine.eval.cli.schema import Point
+from fengine.eval.cli.schema import Point, conf_dir
 from fengine.eval.cli.view import QuietView
 from fengine.eval.commands import evaluate
 from fengine.eval.runs import run as run_file

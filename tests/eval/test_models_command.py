@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("hydra")
 
 from fengine import models
-from fengine.eval.cli.config_files import conf_dir
+from fengine.eval.cli.schema import conf_dir
 from fengine.eval.commands.inform import presets_of
 from fengine.run import main
 

@@ -28,9 +28,9 @@ from omegaconf.errors import OmegaConfBaseException
 import fengine
 from fengine.errors import ConfigError
 from fengine.eval.cli import guard, mistakes
-from fengine.eval.cli.config_files import ConfigFiles, conf_dir
+from fengine.eval.cli.config_files import ConfigFiles
 from fengine.eval.cli.lines import say
-from fengine.eval.cli.schema import BadPoint, Point, Schema, annotated, leaves
+from fengine.eval.cli.schema import BadPoint, Point, Schema, annotated, conf_dir, leaves
 
 MAX_POINTS = 1000
 

@@ -1,4 +1,4 @@
-"""The YAML files of a configuration: where ours are, and each read once, if it has an end. No torch."""
+"""The YAML files of a configuration, each read once, if it has an end. No torch."""
 
 import copy
 from pathlib import Path
@@ -7,19 +7,9 @@ from typing import Any, ClassVar
 import yaml
 from hydra._internal.config_repository import ConfigRepository
 
-import fengine
 from fengine.errors import ConfigError
 
 MAX_FILE, MAX_NODES = 4 << 20, 200_000  # bytes of a YAML file; its values, each counted as often as aliases name it
-
-
-def conf_dir() -> Path:
-    """Our YAML files: inside the package when installed, beside it in a checkout."""
-    package = Path(fengine.__file__).resolve().parent
-    for path in (package / "conf", package.parent / "conf"):
-        if (path / "config.yaml").is_file():
-            return path
-    raise ConfigError(f"the configuration files are missing: no conf/config.yaml in {package} or beside it; reinstall")
 
 
 class ConfigFiles(ConfigRepository):

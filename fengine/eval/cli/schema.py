@@ -12,12 +12,22 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import fengine
 from fengine.config import EngineConfig
 from fengine.core.sampling_params import PARAMETERS
 from fengine.errors import ConfigError
 
 _FIELD = re.compile(r"^    (\w+): [^\n]*?  # ([^\n]*)$", re.MULTILINE)
 _KEY = re.compile(r"( *)(\w+):( .*)?")
+
+
+def conf_dir() -> Path:
+    """Our YAML files: inside the package when installed, beside it in a checkout."""
+    package = Path(fengine.__file__).resolve().parent
+    for path in (package / "conf", package.parent / "conf"):
+        if (path / "config.yaml").is_file():
+            return path
+    raise ConfigError(f"the configuration files are missing: no conf/config.yaml in {package} or beside it; reinstall")
 
 
 @dataclass(frozen=True)
@@ -135,19 +145,34 @@ def annotated(text: str, schema: Schema) -> str:
 
     head, mark, rest = text.partition("\nConfiguration (")  # before it there are the groups and their options
     head = re.sub(r"(?m)^([a-z]+): .+\n", options, head)
-    lines, path = [], list[str]()
-    for line in rest.splitlines():
+    noted = ((line, notes.get(key)) for line, key in _keyed(rest))
+    return head + mark + "\n".join(f"{line:<34}  # {note}" if note else line for line, note in noted)
+
+
+def _keyed(text: str) -> Iterator[tuple[str, str]]:
+    """(line, the key that stands in it, with its sections) of a YAML's text. Pure."""
+    path: list[str] = []
+    for line in text.splitlines():
         if (found := _KEY.fullmatch(line)) is not None:
             path = [*path[: len(found[1]) // 2], found[2]]
-            if note := notes.get(".".join(path)):
-                line = f"{line:<34}  # {note}"
-        lines.append(line)
-    return head + mark + "\n".join(lines)
+        yield line, "" if found is None else ".".join(path)
 
 
 def notes_of(schema: Schema) -> dict[str, str]:
-    """By key: what it is. Pure but for the sources of the schemas."""
-    return _notes(schema.keys, "", "".join(map(inspect.getsource, (*schema.kind.__mro__[:-1], EngineConfig))))
+    """By key: what it is. Pure but for the sources of the schemas, and conf/."""
+    source = "".join(map(inspect.getsource, (*schema.kind.__mro__[:-1], EngineConfig)))
+    return _notes(schema.keys, "", source, _comments(schema))
+
+
+def _comments(schema: Schema) -> dict[str, str]:
+    """By key: its comment in conf/, in the primary config or the default of its group."""
+    files = {f"{schema.primary}.yaml": ""} | {f"{f.name}/default.yaml": f"{f.name}." for f in fields(schema.keys)}
+    found: dict[str, str] = {}
+    for name, section in files.items():
+        if (file := conf_dir() / name).is_file():
+            lines = _keyed(file.read_text(encoding="utf-8"))
+            found |= {section + key: line.partition(" # ")[2] for line, key in lines if key}
+    return found
 
 
 def keys_of(word: str, schemas: Sequence[Schema]) -> str:
@@ -155,11 +180,10 @@ def keys_of(word: str, schemas: Sequence[Schema]) -> str:
     found: dict[str, str] = {}
     for schema in schemas:
         notes, defaults = notes_of(schema), flat(schema.kind())
-        found |= {
-            f"{key}={json.dumps(value, ensure_ascii=False)}": notes.get(key, "")
-            for key, value in defaults.items()
-            if word in key
+        of_word = {
+            f"{k}={json.dumps(v, ensure_ascii=False)}": notes.get(k, "") for k, v in defaults.items() if word in k
         }
+        found |= {name: found.get(name, note) for name, note in of_word.items()}
     if not found:
         names = {key.rpartition(".")[2] for schema in schemas for key in flat(schema.kind())}
         near = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(word, names, 1))
@@ -167,17 +191,17 @@ def keys_of(word: str, schemas: Sequence[Schema]) -> str:
     return "\n".join(f"{name:<34}  # {note}" if note else name for name, note in found.items())
 
 
-def _notes(section: Any, prefix: str, source: str) -> dict[str, str]:
-    """By key: its comment in the source or its line of the parameter table, and what it may be; of a section the first
-    sentence of its docstring."""
+def _notes(section: Any, prefix: str, source: str, others: dict[str, str]) -> dict[str, str]:
+    """By key: its comment in the source, its line of the parameter table, or that of `others`, and what it may be; of a
+    section the first sentence of its docstring."""
     comments, notes = dict(_FIELD.findall(source)), {}
     for f in fields(section):
         name, kind = f"{prefix}{f.name}", f.type
         if is_dataclass(kind):
             notes[name] = re.split(r"[.:]\s", " ".join((kind.__doc__ or "").split()) + " ")[0]
-            notes |= _notes(kind, f"{name}.", inspect.getsource(kind))  # type: ignore[arg-type]
+            notes |= _notes(kind, f"{name}.", inspect.getsource(kind), others)  # type: ignore[arg-type]
             continue
         choices = " | ".join(one.value for one in kind) if isinstance(kind, type) and issubclass(kind, Enum) else ""
-        doc = PARAMETERS[f.name].doc if prefix == "sampling." else comments.get(f.name, "")
+        doc = PARAMETERS[f.name].doc if prefix == "sampling." else comments.get(f.name) or others.get(name)
         notes[name] = "; ".join(filter(None, (choices, doc)))
     return notes

@@ -12,8 +12,8 @@ import yaml
 from fengine.core.recording import replay
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli.command import OK, number, parse, whole
-from fengine.eval.cli.config_files import conf_dir
 from fengine.eval.cli.engines import devices, model_families
+from fengine.eval.cli.schema import conf_dir
 from fengine.eval.cli.view import place, say
 from fengine.eval.report.page import page, report_data
 from fengine.eval.runs import manifest, provenance

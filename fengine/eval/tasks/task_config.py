@@ -53,7 +53,7 @@ MAX_SAMPLES = 10_000  # answers of one row: they are one line of outputs.jsonl
 class TaskConfig(Tuples):
     """One task. Columns are named as in the data; `a.b` reaches into an object."""
 
-    name: str = "???"
+    name: str = "???"  # of the task, in records
     version: str = "1"  # changes whenever scores of the same outputs would
     kind: TaskKind = TaskKind.generate
     data: str | None = None  # a file, relative to the YAML that names it
