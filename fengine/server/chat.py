@@ -117,7 +117,7 @@ class ChatWriter(ChoiceWriter):
 
     def beside(self, outputs: list[Output]) -> dict[str, Any]:
         """vLLM puts them here: a chat has one prompt."""
-        ids = self.ids if self.given["return_token_ids"] else None
+        ids = self.ids if self.given["return_prompt_token_ids"] else None
         if not outputs:
             return {} if ids is None else {"prompt_token_ids": ids}
         return {"prompt_logprobs": self.prompt_logprobs(outputs[0]), "prompt_token_ids": ids}

@@ -202,7 +202,8 @@ class CompletionWriter(ChoiceWriter):
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         choice = self._choice(index, output, whole=False)
-        return choice if choice["text"] or choice["finish_reason"] or self.of_each else None
+        shows = choice["text"] or choice["finish_reason"] or self.of_each or "prompt_token_ids" in choice
+        return choice if shows else None
 
     def _choice(self, index: int, output: Output, whole: bool) -> dict[str, Any]:
         """What is new of one choice, its prompt included where that is asked for."""

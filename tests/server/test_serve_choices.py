@@ -122,20 +122,13 @@ def test_nothing_comes_behind_an_error_of_a_stream() -> None:
     assert asyncio.run(told()) == [(b"first", True), (b"failed", False)]
 
 
-@pytest.mark.parametrize("usage", [True, False])
-def test_events_of_text_alone_are_written_as_any_other(usage: bool, engine: Engine) -> None:
-    asked = {"stream": True, "stream_options": {"include_usage": usage}}
-    body, head, text = asked | {"prompt": PROMPT}, {"model": "box"}, 'a"\\\n\0é\u2028😀 "text": "\\u0000"'
-    writer = CompletionWriter(read_completion(body, 4), engine.tokenizer, 512, head)
-    output: Any = {"text": text, "output_ids": [5], "meta_info": {"finish_reason": None}}
-    assert writer.piece(0, output) == writer.piece(0, output) == writer.piece(0, output)  # the first is as all were
-    assert writer.piece(0, output | {"text": ""}) == b""
+def test_ids_of_a_prompt_are_told_in_streams_before_there_is_text(engine: Engine) -> None:
+    asked, head = {"stream": True, "return_prompt_token_ids": True}, {"model": "box"}
+    writer = CompletionWriter(read_completion(asked | {"prompt": PROMPT}, 4), engine.tokenizer, 512, head)
+    output: Any = {"text": "", "output_ids": [5], "meta_info": {"finish_reason": None}}
+    assert b'"prompt_token_ids": [' in writer.piece(0, output) and writer.piece(0, output) == b""
     chat = ChatWriter(read_chat(asked | {"messages": CHAT}, 4), engine, TemplateFacts(), head)
-    for _ in range(2):
-        told = json.loads((piece := chat.piece(0, output)).removeprefix(b"data: "))
-        assert answers.event(told) == piece and ("usage" in told) is usage
-        assert told["choices"] == [{"index": 0, "delta": {"reasoning_content": None, "content": text}, "logprobs": None,
-                                    "finish_reason": None}]  # fmt: skip
+    assert b'"prompt_token_ids": [' in chat.first()
 
 
 def test_a_prompt_that_spells_what_the_tokenizer_puts_in_front_has_its_width(engine: Engine, server: Live) -> None:
