@@ -209,6 +209,7 @@ class BlockWriter(Writer):
     def __init__(self, chat: ChatWriter) -> None:
         self.chat, self.found = chat, list[Block]()
         self._open = False  # the last one
+        self._early = list[dict[str, Any]]()  # logprobs from before there is any text
 
     @abstractmethod
     def answer(self, output: Output) -> dict[str, Any]:
@@ -236,7 +237,11 @@ class BlockWriter(Writer):
     def _steps(self, output: Output) -> Iterator[Step]:
         """What a piece adds, or a whole output."""
         parts = self.chat.parts(0, output, streamed=True)
-        logprobs = [] if self.chat.given["logprobs"] is None else self.chat.logprobs(output)
+        logprobs = self._early + ([] if self.chat.given["logprobs"] is None else self.chat.logprobs(output))
+        texts = [block for block in self.found if block.kind == "text"]
+        self._early = [] if texts or "content" in parts else logprobs
+        if texts and "content" not in parts:
+            texts[-1].logprobs += logprobs
         kinds: tuple[tuple[Kind, str], ...] = (("reasoning", "reasoning_content"), ("text", "content"))
         for kind, name in kinds:
             if parts.get(name):
@@ -246,11 +251,9 @@ class BlockWriter(Writer):
             yield from self._close()
             yield from self._add(Block("call", len(self.found), call["id"], function["name"]), function["arguments"])
             yield from self._close()
-        if "content" not in parts and self.found and self.found[-1].kind == "text":
-            self.found[-1].logprobs += logprobs
         if finish_reason(output) is not None:
             if not self.found:
-                yield from self._add(Block("text", 0), "")
+                yield from self._add(Block("text", 0), "", self._early)
             yield from self._close("completed" if finish_reason(output) == "stop" else "incomplete")
 
     def _add(self, block: Block, text: str, logprobs: Iterable[dict[str, Any]] = ()) -> Iterator[Step]:

@@ -9,10 +9,13 @@ from serving import CHAT, Live, events, post
 
 from fengine.api.engine import Engine
 from fengine.server import responses
-from fengine.server.chat import Block
+from fengine.server.chat import Block, ChatWriter
 from fengine.server.errors import ApiError
 from fengine.server.messages import MessageWriter, to_chat
 from fengine.server.openai_body import read_chat, read_completion
+from fengine.server.responses import ResponseWriter
+from fengine.server.template_facts import TemplateFacts
+from fengine.server.tool_calls import FORMATS
 
 
 def test_what_a_tool_or_an_output_has_in_messages() -> None:
@@ -174,6 +177,22 @@ def test_tools_in_responses_and_messages(server: Live) -> None:
     turns = [*body["messages"], {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}, block]},
              {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]  # fmt: skip
     assert post(server, "/v1/messages", {**body, "messages": turns, "max_tokens": 2})["content"]
+
+
+def test_logprobs_of_a_response_are_as_many_however_it_comes(engine: Engine) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = {"messages": CHAT, "stream": True, "logprobs": True, "tools": tools}
+    told = []
+    for pieces in (["<tool_c"], ["<tool", "_c"], [*"<tool_c"]):
+        facts = TemplateFacts(next(form for form in FORMATS if form.name == "hermes"))
+        writer = ResponseWriter(ChatWriter(read_chat(asked, 1), engine, facts, {}), {}, "box")
+        for i, piece in enumerate(pieces):
+            ids = [5] * len(piece)
+            meta = {"output_token_logprobs": [(-1.0, 5, None)] * len(piece)}
+            meta |= {"finish_reason": {"type": "length"} if i == len(pieces) - 1 else None}
+            writer.piece(0, {"text": piece, "output_ids": ids, "meta_info": meta})
+        told.append([(block.text, len(block.logprobs)) for block in writer.found])
+    assert told == [[("<tool_c", 7)]] * 3
 
 
 @pytest.mark.parametrize(("kind", "told"), [("call", ("tool_use", None)), ("text", ("stop_sequence", "END"))])
