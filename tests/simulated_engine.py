@@ -72,7 +72,7 @@ def tokenizer_of(known: int) -> Any:
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return b"".join(table[token] for token in ids).decode(errors="replace")
 
-    return SimpleNamespace(decoding=decoding, decode=decode)
+    return SimpleNamespace(decoding=decoding, decode=decode, backend=SimpleNamespace(token_to_id=lambda _: None))
 
 
 TOKENIZER, BROKEN = tokenizer_of(len(PIECES)), tokenizer_of(BAD)

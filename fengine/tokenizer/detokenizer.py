@@ -104,10 +104,12 @@ class Detokenizer:
     up to and including the one that completed it. A stop matches at the first token after which the text of the tokens
     so far (without an incomplete character at its end) holds one: strings before patterns, of several strings the one
     that ends first, of those the longest, of several patterns the first given. The text is cut before a string, but not
-    with `no_stop_trim` and not for a pattern: then it is that of all tokens up to the match. Grouping of tokens in
-    pushes changes neither text nor match."""
+    with `no_stop_trim` and not for a pattern: then it is that of all tokens up to the match. A special token that is a
+    stop string matches, too, where it is not shown. Grouping of tokens in pushes changes neither text nor match."""
 
-    __slots__ = ("_held", "_longest", "_search", "_stops", "_text", "_trim", "matched", "matched_tokens", "num_tokens")
+    __slots__ = (
+        "_ends", "_held", "_longest", "_search", "_stops", "_text", "_trim", "matched", "matched_tokens", "num_tokens"
+    )  # fmt: skip
 
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, *, patterns: tuple[StopRegex, ...] | None = None
@@ -117,6 +119,8 @@ class Detokenizer:
         table = decoding.tables[params.skip_special_tokens]
         self._text = Text(decoding, table, first=True, strip=decoding.strip)
         self._stops = params.stop
+        tokens = ((tokenizer.backend.token_to_id(stop), stop) for stop in params.stop)
+        self._ends = {token: stop for token, stop in tokens if token is not None and table[token] in (None, b"")}
         self._longest = max(map(len, params.stop), default=0)
         patterns = compile_patterns(params.stop_regex) if patterns is None else patterns
         self._search = StopRegexSearch(patterns) if patterns else None
@@ -140,7 +144,10 @@ class Detokenizer:
             if self.matched is not None:
                 break
             self.num_tokens += 1
-            out.append(self._scan(self._text.feed_all((token_id,)), peek=True))
+            if token_id in self._ends:
+                out.append(self._end_unseen(self._ends[token_id]))
+            else:
+                out.append(self._scan(self._text.feed_all((token_id,)), peek=True))
         return "".join(out)
 
     def finish(self) -> str:
@@ -159,6 +166,14 @@ class Detokenizer:
         for name, value in () if known else before:
             setattr(self, name, value)
         return out if known else ""
+
+    def _end_unseen(self, stop: str) -> str:
+        """The rest of the text before a stop that shows nothing. Modifies: self."""
+        out = self._scan(self._text.flush(), peek=False)
+        if self.matched is None:
+            self.matched = stop
+            out = self._end(out + self._held)
+        return out
 
     def _scan(self, new: str, *, peek: bool) -> str:
         """Text to give out now that `new` has come; the rest stays in `_held`. Modifies: self."""

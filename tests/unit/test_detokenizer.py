@@ -67,6 +67,9 @@ def first_stop(tokenizer, ids, stops, skip):
         if found:
             _, at, stop = min(found)
             return text[:at], stop, used
+        token = tokenizer.backend.id_to_token(ids[used - 1])
+        if token in stops and not tokenizer.decode([ids[used - 1]], skip):  # a special token, which is not shown
+            return text, token, used
     return tokenizer.decode(ids, skip), None, None
 
 
@@ -80,7 +83,8 @@ def test_stop_strings_equal_oracle(made, name):
         ids = [i for group in groups for i in group]
         text = tokenizer.decode(ids, skip)
         places = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 9)).map(lambda p: text[p[0] :][: p[1]])
-        stop = st.one_of(places, st.text("aeinst 🙂.'", min_size=1, max_size=3))
+        special = st.sampled_from(sorted(tokenizer.special_tokens.values()) or ["."])
+        stop = st.one_of(places, special, st.text("aeinst 🙂.'", min_size=1, max_size=3))
         stops = data.draw(st.lists(stop.filter(lambda s: s and "\ufffd" not in s), max_size=4))
         expected = first_stop(tokenizer, ids, stops, skip)
         got, detokenizer = stream(tokenizer, groups, skip_special_tokens=skip, stop=stops)
@@ -114,6 +118,17 @@ def test_of_stops_that_end_together_the_longest_wins(made):
     for stops in (["c", "abc", "bc"], ["abc", "bc", "c"]):
         text, detokenizer = stream(tokenizer, [spelled(tokenizer, *"xabcy")], stop=stops)
         assert (text, detokenizer.matched) == ("x", "abc")
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_special_token_that_is_a_stop_string_matches_shown_or_not(made, skip):
+    tokenizer = made("byte_level")[1]
+    end = tokenizer.special_tokens["eos_token"]
+    ids = spelled(tokenizer, *"abc", end, *"d")
+    for stops, shown in (([end], "abc"), (["c" + end, end], "abc" if skip else "ab"), (["cx", end], "abc")):
+        for groups in ([ids], [[i] for i in ids]):
+            text, detokenizer = stream(tokenizer, groups, skip_special_tokens=skip, stop=stops)
+            assert (text, detokenizer.matched_tokens) == (shown, 4) and end in detokenizer.matched
 
 
 def test_incomplete_characters_wait(made):
