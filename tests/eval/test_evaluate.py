@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,27 @@ def test_a_task_of_ones_own(engine: FakeEngine, capsys: Any) -> None:
     for command in ("verify", "rerun"):
         assert run.main([command, "r"]) == run.USAGE
         assert "fengine.evaluate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "updates", "said"),
+    [
+        ({"preferred_sampling_params": {"max_new_tokens": 5}}, 0, "in_force.arguments: null → .*max_new_tokens"),
+        ({"weight_version": "step-7"}, 0, "in_force.arguments: null → .*step-7"),
+        ({}, 2, "in_force.updated_weights: null → .*updates_from_memory.: 2"),
+    ],
+)
+def test_what_no_config_tells_of_an_engine_is_recorded(
+    given: dict[str, Any], updates: int, said: str, engine: FakeEngine
+) -> None:
+    """Also where all rows are there: their figures are not those of other weights."""
+    task = Reversal(["one"])
+    fengine.evaluate(task, engine, "r")
+    engine.get_server_info = lambda: {"max_req_input_len": 8} | given  # type: ignore[method-assign]
+    weights = SimpleNamespace(origin=None, writes=updates)
+    engine._parts = SimpleNamespace(model_dir=Path("box"), weights=weights)  # type: ignore[attr-defined]
+    with pytest.raises(ResumeMismatchError, match=said):
+        fengine.evaluate(task, engine, "r")
 
 
 def test_what_is_no_task_or_no_engine_is_told(engine: FakeEngine) -> None:

@@ -272,9 +272,9 @@ def _run(task: Task, engine: Any, point: Point) -> tuple[int, dict[str, Any] | N
         what = manifest.identity(point.config, task, rows)
         what["task"]["source_sha256"] = source_digest(task.task if isinstance(task, Judged) else task)
         run = open_run(folder, point, what, rows, Path.cwd(), screen)
+        run.check_engine(engine)
         if not run.table.left:
             return *run.end(task, screen, [], 0.0), run.record
-        run.check_engine(engine)
         return *run.compute(engine, task, screen, ["evaluate"]), run.record
 
 

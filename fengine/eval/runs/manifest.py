@@ -31,6 +31,13 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBL
 PREFIXES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "TRITON_", "NVIDIA_TF32", "FENGINE_")
 
 
+# What an engine of Python may have been given, or called, that no config tells; and its value where it was not.
+ARGUMENTS: dict[str, Any] = dict.fromkeys(
+    ("preferred_sampling_params", "chat_template", "hf_chat_template_name", "default_chat_template_kwargs",
+     "constrained_json_whitespace_pattern")
+) | {"constrained_json_disable_any_whitespace": False, "weight_version": "default"}  # fmt: skip
+
+
 def row_seed(run_seed: int, row_id: str, sample: int) -> int:
     """The seed of one sample of one row: `SEED_PLAN`. Whatever the order, whichever process. Pure."""
     text = json.dumps([run_seed, row_id, sample], separators=(",", ":"))
@@ -61,15 +68,30 @@ def identity(config: EvalConfig, task: Task, rows: RowIndex) -> dict[str, Any]:
 
 
 def in_force(engine: Any) -> dict[str, Any]:
-    """What an open engine adds: every "auto" resolved, how many tokens of input it takes, what it computes on."""
-    config, device = engine.config, engine.config.model.device
+    """What an open engine adds: every "auto" resolved, how many tokens of input it takes, what it computes on; and, of
+    one from Python, what it was given beside its config, and where its weights are from if they were updated."""
+    config, device, info = engine.config, engine.config.model.device, engine.get_server_info()
+    given = {name: info[name] for name, plain in ARGUMENTS.items() if info.get(name, plain) != plain}
+    updated = _updated_weights(engine)
     return {
         "engine": flat(config) | dict.fromkeys(OF_A_PART),
-        "max_input": int(engine.get_server_info()["max_req_input_len"]),
+        **({"arguments": given} if given else {}),
+        **({"updated_weights": updated} if updated else {}),
+        "max_input": int(info["max_req_input_len"]),
         "numerics": config.numerics.value,
         "schedules": "the tables of code_sha256; of library calls, those proved bit for bit on this GPU",
         "hardware": {"device": device, "cpu": cpu_name(), **provenance.gpu(device)},
     }
+
+
+def _updated_weights(engine: Any) -> dict[str, Any]:
+    """Of the directory that an engine's weights were read from after its start, file → SHA-256; and how many updates
+    have come from no files since. {} where it computes with those that it was started with."""
+    parts: Any = getattr(engine, "_parts", None)
+    origin, writes = (getattr(getattr(parts, "weights", None), name, None) for name in ("origin", "writes"))
+    directory = None if origin is None or origin.directory == parts.model_dir else origin.directory
+    found = {} if directory is None else {"files": provenance.file_digests(directory)}
+    return found | ({"updates_from_memory": writes} if writes else {})
 
 
 def refuse_differences(
