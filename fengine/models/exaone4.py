@@ -3,7 +3,7 @@ window, which have rotary embedding, and layers that see all, which have none.""
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import DECODER, READ, Family
-from fengine.models.olmo import postnorm_leaves
+from fengine.models.olmo import leaves
 from fengine.models.reader import FULL, ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.rope import NONE
 from fengine.models.spec import ModelSpec
@@ -24,4 +24,4 @@ def spec_from_hf(read: ConfigReader) -> ModelSpec:
     return windowed(spec, sliding_window(read), types, far=NONE)
 
 
-FAMILY = Family("Exaone4ForCausalLM", "exaone4", FIELDS, spec_from_hf, DEFAULTS, leaves=postnorm_leaves)
+FAMILY = Family("Exaone4ForCausalLM", "exaone4", FIELDS, spec_from_hf, DEFAULTS, leaves=leaves)

@@ -9,7 +9,7 @@ from fengine.models.gemma import UNREAD, gemma_windows, ropes_by_type
 from fengine.models.moe import EXPERT_FIELDS, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.spec import ModelSpec
-from fengine.models.weights import LayerWeights, Weight, layer_weights
+from fengine.models.weights import layer_weights
 
 FIELDS = {**DECODER, "attention_bias": READ}
 FIELDS3 = {**FIELDS, "sliding_window": READ, "layer_types": READ}
@@ -21,36 +21,19 @@ DEFAULTS3 = {**DEFAULTS, "rope_theta": THETA3, "sliding_window": 4096}
 def spec3_from_hf(read: ConfigReader) -> ModelSpec:
     refuse_others(read.config, {"rope_theta": THETA3})  # of sliding layers, too, in transformers 4 alone
     far, near = ropes_by_type(read.config, THETA3, THETA3)
-    spec = decoder_spec(read.changed({"rope_parameters": far} | UNREAD))
+    spec = spec_from_hf(read.changed({"rope_parameters": far} | UNREAD))
     return gemma_windows(read, spec, near, 4)
 
 
 def moe_spec(read: ConfigReader) -> ModelSpec:
-    return with_experts(read, decoder_spec(read), read.flag("norm_topk_prob"))
+    return with_experts(read, spec_from_hf(read), read.flag("norm_topk_prob"))
 
 
-postnorm_leaves = partial(layer_weights, norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
-
-
-def whole_norms(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Of q and k, over all their heads at once. Pure."""
-    return [
-        layer.norm("q_norm_C", "self_attn.q_norm", spec.num_heads * spec.head_dim),
-        layer.norm("k_norm_C", "self_attn.k_norm", spec.num_kv_heads * spec.head_dim),
-    ]
-
-
-def leaves(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    return postnorm_leaves(spec, layer) + whole_norms(spec, layer)
-
-
-def moe_leaves(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    return moe_layer()(spec, layer) + whole_norms(spec, layer)
-
-
-OLMO2 = Family("Olmo2ForCausalLM", "olmo2", FIELDS, decoder_spec, DEFAULTS, leaves=leaves)
+spec_from_hf = partial(decoder_spec, qk_norm=True, qk_norm_whole=True)
+leaves = partial(layer_weights, norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
+OLMO2 = Family("Olmo2ForCausalLM", "olmo2", FIELDS, spec_from_hf, DEFAULTS, leaves=leaves)
 OLMO3 = Family("Olmo3ForCausalLM", "olmo3", FIELDS3, spec3_from_hf, DEFAULTS3, leaves=leaves)
 OLMOE = Family(
     "OlmoeForCausalLM", "olmoe", {**FIELDS, **EXPERT_FIELDS, "norm_topk_prob": READ}, moe_spec, DEFAULTS,
-    leaves=moe_leaves,
+    leaves=moe_layer(),
 )  # fmt: skip

@@ -123,6 +123,7 @@ class ModelSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # of all heads at once
     exact: bool = True  # False: linear layers may add up in any order (numerics=fast)
     generates: bool = True  # False: an embedding model or a classifier, whose checkpoint needs no output head
     num_labels: int | None = None  # C, the outputs of a classification or reward head; None: there is none

@@ -138,10 +138,11 @@ def attention_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False)
     how = {"order": orders, "blocks": (q, kv, kv)}
     found = layer.linear("wqkv", qkv, spec.hidden_size, "CD", "bqkv_C", spec.qkv_bias, **how)
     for name, heads in normed if spec.qk_norm else ():
-        path, each = f"self_attn.{name}", (heads, "_HK") if spec.layer_norm else (1, "_K")
-        shape = (heads, width) if spec.layer_norm else (width,)
-        cut = "H" if spec.layer_norm else ""
-        found.append(layer.norm(name + each[1], path, *shape, order={path: order(each[0])}, shard=cut))
+        path, letters, shape = f"self_attn.{name}", "K", (width,)
+        if spec.layer_norm or spec.qk_norm_whole:
+            letters, shape = ("HK", (heads, width)) if spec.layer_norm else ("C", (heads * width,))
+        cut, turns = "H" if letters == "HK" else "", order(1 if letters == "K" else heads)
+        found.append(layer.norm(f"{name}_{letters}", path, *shape, order={path: turns}, shard=cut))
     out = [("self_attn.o_proj", spec.hidden_size)]
     return found + layer.linear("wo", out, q, "DC", "bo_D", spec.o_bias, fill="residual")
 

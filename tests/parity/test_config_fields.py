@@ -128,15 +128,20 @@ def theirs(family: str, config: dict[str, Any], state: dict[str, Tensor]) -> Ten
 
 @pytest.mark.parametrize("family", tiny_checkpoints.CLASSES)
 def test_a_value_of_another_type_is_never_a_bare_error(family: str) -> None:
-    config_class, model_class = tiny_checkpoints.CLASSES[family]
-    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
-    for key in config:
+    config = config_of(family)
+    for key in config.keys() - {"architectures"}:
         for value in ("no", [1.5], {"a": 1}, -1, 1.5, True, 2**70):
             with suppress(FengineError):
-                spec_from_config({**config, "architectures": [model_class.__name__], key: value})
+                spec_from_config(config | {key: value})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def config_of(family: str) -> dict[str, Any]:
+    config_class, model_class = tiny_checkpoints.CLASSES[family]
+    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
+    return config | {"architectures": [model_class.__name__]}
 
 
 @pytest.mark.parametrize(
@@ -166,10 +171,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_what_transformers_reads_in_its_own_way_is_refused(family: str, changes: Any, message: str) -> None:
-    config_class, model_class = tiny_checkpoints.CLASSES[family]
-    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
     with pytest.raises(FengineError, match=message):
-        spec_from_config(config | {"architectures": [model_class.__name__]} | changes)
+        spec_from_config(config_of(family) | changes)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +189,8 @@ def test_what_transformers_reads_in_its_own_way_is_refused(family: str, changes:
     ],
 )
 def test_factors_by_which_float32_overflows_are_refused(family: str, changes: Any, name: str) -> None:
-    config_class, model_class = tiny_checkpoints.CLASSES[family]
-    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
     with pytest.raises(FengineError, match=f"{name} must be above 1e-06 and at most"):
-        spec_from_config(config | {"architectures": [model_class.__name__], "rope_scaling": None} | changes)
+        spec_from_config(config_of(family) | {"rope_scaling": None} | changes)
 
 
 @pytest.mark.parametrize(
@@ -197,28 +198,20 @@ def test_factors_by_which_float32_overflows_are_refused(family: str, changes: An
     [("gemma3", "rope_parameters", {"rope_theta": None, "rope_type": "default"}), ("cohere2", None, None)],
 )
 def test_what_transformers_5_0_wrote_beside_changes_nothing(family: str, field: str | None, beside: Any) -> None:
-    config_class, model_class = tiny_checkpoints.CLASSES[family]
-    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict() | {
-        "architectures": [model_class.__name__]
-    }
+    config = config_of(family)
     more = {"_sliding_window_pattern": 3} if field is None else {field: config[field] | beside}
     assert spec_from_config(config | more) == spec_from_config(config)
 
 
 def test_experts_of_granite_have_no_biases() -> None:
     """What its relative without experts reads, transformers does not look at here."""
-    config_class, model_class = tiny_checkpoints.CLASSES["granitemoe"]
-    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict() | {
-        "architectures": [model_class.__name__]
-    }
+    config = config_of("granitemoe")
     assert "mlp_bias" not in config
     assert spec_from_config(config | {"mlp_bias": True}) == spec_from_config(config)
 
 
 def test_as_many_layers_are_dense_as_transformers_assumes() -> None:
-    config_class, model_class = tiny_checkpoints.CLASSES["glm4_moe"]
-    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
-    config["architectures"] = [model_class.__name__]
+    config = config_of("glm4_moe")
     dense = config.pop("first_k_dense_replace")
     experts = spec_from_config(config).experts
     assert experts is not None and len(experts.dense_layers) == dense == 1
@@ -238,8 +231,7 @@ def test_fast_numerics_reach_every_product(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
-    config_class, model_class = tiny_checkpoints.CLASSES["mistral"]
-    config = config_class(**tiny_checkpoints.SIZES).to_dict() | {"architectures": [model_class.__name__]}
+    config = config_of("mistral")
     longest = config["max_position_embeddings"]
     kinds = [spec_from_config(config | {"sliding_window": longest - less}).kinds for less in (0, 1)]
     assert kinds[0] == () != kinds[1]
