@@ -6,28 +6,34 @@ import logging
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-LEAST = {  # the least values
-    "port": 0, "max_body_bytes": 1, "max_header_bytes": 1, "max_samples": 1, "max_rows": 1, "max_connections": 1,
-    "drain_seconds": 0,
+Rule = tuple[Callable[[Any], object], str]  # whether a value is right, and what it must be
+
+
+def _one_of(*known: str) -> Rule:
+    return known.__contains__, f"must be one of {', '.join(known)}"
+
+
+RULES: dict[str, Rule] = {
+    "host": (lambda text: str(text).strip(), "must name an address, such as 127.0.0.1; 0.0.0.0 is every one of here"),
+    "port": (lambda number: 0 <= number <= 65535, "must be in [0, 65535], where 0 takes a free one"),
+    "root_path": (lambda text: re.fullmatch(r"(/[\w.~-]+)*", str(text)), "must be like /llm, without a / at its end"),
+    "sampling_defaults": _one_of("model", "openai"),
+    "log": _one_of("text", "json", "none"),
+    "log_level": _one_of("debug", "info", "warning", "error"),
+    "drain_seconds": (lambda number: number >= 0, "must be at least 0"),
+    **dict.fromkeys(("max_body_bytes", "max_header_bytes", "max_samples", "max_rows", "max_connections"),
+                    (lambda number: number >= 1, "must be at least 1")),
+    **dict.fromkeys(("read_seconds", "write_seconds", "keep_alive_seconds"),
+                    (lambda number: 0 < number < math.inf, "must be positive and finite")),
+    **dict.fromkeys(("chunks_per_second", "status_seconds"),
+                    (lambda number: number > 0, "must be positive, where .inf is never")),
+    **dict.fromkeys(("api_key", "admin_key", "model_name"),
+                    (lambda text: str(text).strip(), "must not be empty; leave it out for its default")),
 }  # fmt: skip
-POSITIVE = {  # and whether a value may be infinite
-    "read_seconds": False, "write_seconds": False, "keep_alive_seconds": False, "chunks_per_second": True,
-    "status_seconds": True,
-}  # fmt: skip
-CHOICES = {
-    "sampling_defaults": ("model", "openai"),
-    "log": ("text", "json", "none"),
-    "log_level": ("debug", "info", "warning", "error"),
-}
-TEXTS = {  # the pattern of each, and what is told of others
-    "host": (r"(?s).*\S.*", "must name an address: 127.0.0.1, or 0.0.0.0 for every address of this machine"),
-    "root_path": (r"(/[\w.~-]+)*", "must be like /llm, without a / at its end"),
-    **dict.fromkeys(
-        ("api_key", "admin_key", "model_name"), (r"(?s).*\S.*", "must not be empty; leave it out for its default")
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -70,23 +76,8 @@ class ServerConfig:
 
 def check(config: ServerConfig) -> list[str]:
     """Every problem with the values, one line each. Pure."""
-    values, problems = vars(config), list[str]()
-    for name, least in LEAST.items():
-        if values[name] < least:
-            problems.append(f"serve.{name} must be at least {least}, got {values[name]}")
-    for name, endless in POSITIVE.items():
-        if not (0 < values[name] < math.inf or endless and values[name] == math.inf):
-            told = (" and finite", "") if not endless else ("", "; .inf: never")
-            problems.append(f"serve.{name} must be positive{told[0]}, got {values[name]}{told[1]}")
-    if config.port > 65535:
-        problems.append(f"serve.port must be in [0, 65535], got {config.port}; 0 takes a free one")
-    for name, (pattern, told_of) in TEXTS.items():
-        if not re.fullmatch(pattern, str(values[name])):
-            problems.append(f"serve.{name} {told_of}, got {values[name]!r}")
-    for name, choices in CHOICES.items():
-        if values[name] not in choices:
-            problems.append(f"serve.{name} must be one of {', '.join(choices)}, got {values[name]!r}")
-    return problems
+    asked = [(name, vars(config)[name], *rule) for name, rule in RULES.items()]
+    return [f"serve.{name} {told}, got {value!r}" for name, value, fits, told in asked if not fits(value)]
 
 
 class JsonLines(logging.Formatter):
