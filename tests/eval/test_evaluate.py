@@ -92,6 +92,17 @@ def test_what_no_config_tells_of_an_engine_is_recorded(
         fengine.evaluate(task, engine, "r")
 
 
+def test_an_adapter_that_was_loaded_since_the_start_is_recorded(engine: FakeEngine) -> None:
+    digests, other = {"a": "1"}, Reversal(["one"])
+    engine.lora_adapters = lambda: {"a": "p"}  # type: ignore[attr-defined]
+    engine._parts = SimpleNamespace(adapters=SimpleNamespace(digests=lambda: digests))  # type: ignore[attr-defined]
+    fengine.evaluate(other, engine, "r", adapter="a")
+    assert json.loads(Path("r/manifest.json").read_text())["in_force"]["adapter"] == {"name": "a", "sha256": "1"}
+    digests["a"] = "2"
+    with pytest.raises(ResumeMismatchError, match=r'in_force.adapter.sha256: "1" → "2"'):
+        fengine.evaluate(other, engine, "r", adapter="a")
+
+
 def test_what_is_no_task_or_no_engine_is_told(engine: FakeEngine) -> None:
     other: Any = "capitals"
     with pytest.raises(ConfigError, match="task must be an object with name, version, .*got str; a task of fengine"):

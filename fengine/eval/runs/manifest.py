@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fengine
+from fengine.config import check_adapter
 from fengine.errors import ResumeMismatchError, StorageError
 from fengine.eval.cli.schema import Point, flat
 from fengine.eval.runs import provenance
@@ -67,16 +68,18 @@ def identity(config: EvalConfig, task: Task, rows: RowIndex) -> dict[str, Any]:
     }
 
 
-def in_force(engine: Any) -> dict[str, Any]:
+def in_force(engine: Any, adapter: str | None = None) -> dict[str, Any]:
     """What an open engine adds: every "auto" resolved, how many tokens of input it takes, what it computes on; and, of
-    one from Python, what it was given beside its config, and where its weights are from if they were updated."""
+    one from Python, what it was given beside its config, and where its weights, and the `adapter` of all rows, are from
+    if they came after its start."""
     config, device, info = engine.config, engine.config.model.device, engine.get_server_info()
     given = {name: info[name] for name, plain in ARGUMENTS.items() if info.get(name, plain) != plain}
-    updated = _updated_weights(engine)
+    loaded, updated = bool(check_adapter(adapter, config.lora)), _updated_weights(engine)
     return {
         "engine": flat(config) | dict.fromkeys(OF_A_PART),
         **({"arguments": given} if given else {}),
         **({"updated_weights": updated} if updated else {}),
+        **({"adapter": {"name": adapter, "sha256": engine._parts.adapters.digests()[adapter]}} if loaded else {}),
         "max_input": int(info["max_req_input_len"]),
         "numerics": config.numerics.value,
         "schedules": "the tables of code_sha256; of library calls, those proved bit for bit on this GPU",

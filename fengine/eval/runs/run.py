@@ -198,7 +198,7 @@ class Run:
     def check_engine(self, engine: Any) -> None:
         """Takes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""
         model = self.config.engine.model
-        found = manifest.in_force(engine)
+        found = manifest.in_force(engine, self.config.adapter)
         if provenance.local_directory(model.path) is None:
             found["model_files"] = provenance.file_digests(model_directory(model))
         self.take_in_force(found)
