@@ -8,7 +8,7 @@ from typing import Any
 from fengine.api.chat_images import IMAGE
 from fengine.core.json_text import parse_json
 from fengine.server.errors import invalid, missing, unsupported
-from fengine.server.fields import Field, Fields, array, flag, loose, one_of, record
+from fengine.server.fields import Fields, array, flag, loose, one_of, record, typed
 
 MAX_TOOLS = 128  # OpenAI's
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -20,7 +20,7 @@ CHAT: Fields = {
     "functions": array("OpenAI's older tools."),
     "function_call": loose("OpenAI's older tool_choice."),
     "chat_template_kwargs": record("Variables of the chat template."),
-    "add_generation_prompt": Field({"type": "boolean", "description": "The template begins the answer; default true."}),
+    "add_generation_prompt": typed("boolean", "The template begins the answer; default true."),
     "continue_final_message": flag("The answer goes on where the last message ends."),
     "reasoning_effort": one_of("How much thought, where the template asks for it.", *EFFORTS),
     "separate_reasoning": flag("Thoughts as reasoning_content.", True),
@@ -189,22 +189,20 @@ def _problem(tool: Any) -> str:
 def _choice(given: Mapping[str, Any], legacy: bool, functions: Functions, has_grammar: bool) -> tuple[Any, Functions]:
     """(the choice as it stands in the body, the functions of which one must be called; none: no call is forced).
     Errors: ApiError."""
-    name, known = ("function_call", "auto, none") if legacy else ("tool_choice", "auto, none, required")
+    name, field = ("function_call", "functions") if legacy else ("tool_choice", "tools")
     choice = "auto" if given[name] is None else given[name]
     if choice in ("auto", "none"):
         return choice, ()
-    found, asked = functions, "is required"
-    if legacy or choice != "required":
-        wanted = _chosen(choice, name, known)
-        found, asked = tuple(f for f in functions if f["name"] == wanted), f"names {wanted!r:.80}"
+    wanted = None if choice == "required" and not legacy else _chosen(choice, name)
+    found = tuple(function for function in functions if wanted in (None, function["name"]))
     if not found:
-        raise invalid(name, f"{name} {asked}, and there is no such function in {'functions' if legacy else 'tools'}.")
+        raise invalid(name, f"{name} is {choice!r:.80}, and there is no such function in {field}.")
     if has_grammar:
         raise invalid(name, f"{name} forces a call, and the body has a grammar, too; give one.")
     return choice, found
 
 
-def _chosen(choice: Any, name: str, known: str) -> str:
+def _chosen(choice: Any, name: str) -> str:
     """The name of a function that a choice has. Errors: ApiError."""
     inner = choice
     if name == "tool_choice" and isinstance(choice, dict):
@@ -212,5 +210,6 @@ def _chosen(choice: Any, name: str, known: str) -> str:
             raise unsupported(name, f"{name} of the type {choice['type']!r:.80} is not built.")
         inner = choice.get("function")
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        known = "auto, none" if name == "function_call" else "auto, none, required"
         raise invalid(name, f"{name} must be {known}, or name a function, got {choice!r:.80}.")
     return inner["name"]

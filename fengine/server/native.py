@@ -14,7 +14,7 @@ from fengine.server.chat import chat_prompt
 from fengine.server.chat_body import CHAT, chat_options, refuse_chat
 from fengine.server.choices import finite
 from fengine.server.errors import invalid, missing
-from fengine.server.fields import MODEL, Field, Fields, array, flag, loose, salt_word, salted, take, typed
+from fengine.server.fields import MODEL, Fields, array, flag, loose, salt_word, salted, take, typed
 from fengine.tokenizer.tokenizer import Tokenizer
 
 GENERATE: Fields = {
@@ -28,7 +28,7 @@ OF_TOKENS = tuple(f"{side}_{kind}" for side in ("input", "output")
 WITH_TEXTS = flag("The tokens' own names beside their ids.")
 TOKENIZE: Fields = {
     **MODEL, **CHAT, "prompt": loose("A text, or a list of texts."), "return_token_strs": WITH_TEXTS,
-    "add_special_tokens": Field({"type": "boolean", "description": "With those that the tokenizer adds: to texts."}),
+    "add_special_tokens": typed("boolean", "With those that the tokenizer adds: to texts."),
 }  # fmt: skip
 DETOKENIZE: Fields = {
     **MODEL, "tokens": array("Token ids, or lists of them."),

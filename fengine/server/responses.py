@@ -32,8 +32,7 @@ FIELDS: Fields = {
     "chat_template_kwargs": loose("Variables of the chat template.", "object"),
     **{name: fields.CALL[name] for name in ("lora_path", "rid", "request_id", "cache_salt", "priority")},
     "structured_outputs": fields.GRAMMAR_FIELDS["structured_outputs"],
-    **{name: field for name, field in fields.sampling_fields().items() if name not in ("n", "stop")},
-    "stop": loose("Texts that end the output."),
+    **{name: field for name, field in fields.sampling_fields().items() if name != "n"},
 }
 REFUSED = {
     "previous_response_id": "stored responses; send the whole conversation as input",
