@@ -54,11 +54,12 @@ class Tokenizer:
         backend, special, cut_side = load_pipeline(files)
         inputs = files.config.get("model_input_names")
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
+        eom = backend.token_to_id("<|eom_id|>")  # Llama 3's end of a message, which SGLang stops at, too
         tokenizer = cls(
             backend=backend,
             special_tokens=special,
             bos_id=ids.get("bos_token"),
-            eos_ids=files.model_eos_ids | {i for i in [ids.get("eos_token")] if i is not None},
+            eos_ids=files.model_eos_ids | {i for i in (ids.get("eos_token"), eom) if i is not None},
             max_chars=CHARS_PER_TOKEN * context_length + SLACK_CHARS,
             chat_templates=files.chat_templates,
             cleanup=files.config.get("clean_up_tokenization_spaces") is True  # which transformers obeys, but for BPE

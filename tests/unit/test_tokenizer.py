@@ -59,6 +59,13 @@ def test_ids_of_special_tokens(made):
     (folder / "generation_config.json").unlink()
 
 
+def test_the_end_of_a_message_ends_a_text_as_in_sglang(made, tmp_path):
+    backend = byte_level()
+    backend.add_special_tokens(["<|eom_id|>"])
+    folder = save(tmp_path, backend)
+    assert Tokenizer.from_directory(folder).eos_ids >= {backend.token_to_id("<|eom_id|>")}
+
+
 def test_imports_neither_torch_nor_transformers():
     code = "import sys, fengine.tokenizer.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
