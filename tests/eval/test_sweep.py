@@ -192,6 +192,9 @@ def test_seeds_are_folded() -> None:
     assert three.status == "ok, failed" and three.metrics == {"acc": {"value": 7.0, "stderr": None, "n": 1}}
     assert over_seeds([point("x=1", 1.0), point("x=2", 1.0)]) == [], "nothing to fold"
     assert as_csv(swept).splitlines()[1] == "a,1,0,0,ok,9,1,1.0,0.5"
+    assert as_csv([point("task.prompt=A:  b  seed=1", 1.0)]).splitlines()[1].startswith("A:  b,1,"), (
+        "a text with blanks"
+    )
 
 
 # -- composing ---------------------------------------------------------------------------------------------------------

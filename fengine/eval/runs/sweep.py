@@ -7,6 +7,7 @@ points and are written again after each; they hold no times, so that the same sw
 import csv
 import io
 import os
+import re
 import sys
 import traceback
 from argparse import Namespace
@@ -130,9 +131,14 @@ def figure(metric: dict[str, Any] | None) -> str:
     return f"{metric['value']:.4f}" + ("" if metric["stderr"] is None else f" ± {metric['stderr']:.4f}")
 
 
+def words_of(point: str) -> list[str]:
+    """The overrides in a point's name, whose values may have blanks in them. Pure."""
+    return re.split(r"  (?=[+~\w./@]+=)", point)
+
+
 def without_seed(point: str) -> str:
     """A point's name without the word that gives its seed. Pure."""
-    return "  ".join(word for word in point.split("  ") if not word.startswith("seed="))
+    return "  ".join(word for word in words_of(point) if not word.startswith("seed="))
 
 
 def over_seeds(points: Sequence[PointStatus]) -> list[PointStatus]:
@@ -186,7 +192,7 @@ def as_csv(points: Sequence[PointStatus]) -> str:
     """A line for each point: what was swept, each key a column, and every metric's value and standard error. Pure."""
     text, lines = io.StringIO(), []
     for one in points:
-        pairs = [word.lstrip("+").partition("=") for word in one.point.split("  ")]
+        pairs = [word.lstrip("+").partition("=") for word in words_of(one.point)]
         line: dict[str, Any] = {key: value for key, sign, value in pairs if sign}
         line |= {"folder": one.folder, "status": one.status, "rows": one.rows, "failed": one.failed}
         for name, metric in (one.metrics or {}).items():
