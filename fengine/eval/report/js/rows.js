@@ -140,7 +140,7 @@ function rowsView(run) {
     .map((k) => {
       const counted = `${KINDS[k]} ${whole(all.filter((r) => r.s === k).length)}`,
         text = k === null ? `All ${whole(all.length)}` : [silent(null, `${SIGNS[k]} `), counted];
-      return [k, button(text, () => pick(k), { cls: "chip", "aria-pressed": String(k === kind) })];
+      return [k, button(text, () => pick(k), { cls: "quiet chip", "aria-pressed": String(k === kind) })];
     });
   function pick(k) {
     kind = k;

@@ -29,7 +29,7 @@ function countsCard(run, onpick) {
     of = run.here === run.rows ? "all that the input has" : `of ${whole(run.rows)} that the input has`,
     parts = entries.map(([kind, , n]) => el("i", { cls: `b${kind}`, style: { flex: n } }));
   const chips = entries.map(([kind, name, n]) =>
-    button([silent(`k${kind}`, SIGNS[kind]), ` ${whole(n)} ${name}`], () => onpick(kind), { cls: "chip" }),
+    button([silent(`k${kind}`, SIGNS[kind]), ` ${whole(n)} ${name}`], () => onpick(kind), { cls: "quiet chip" }),
   );
   const right = { cls: "muted small", style: { "margin-top": "10px" } };
   return card(
