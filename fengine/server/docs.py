@@ -34,11 +34,7 @@ def _path(path: str, method: str, told: dict[str, Any]) -> str:
 
 
 def _field(name: str, told: dict[str, Any]) -> str:
-    kind = told.get("type", "")
-    facts = [" or ".join(kind) if isinstance(kind, list) else kind]
-    facts += [" | ".join(map(str, told["enum"]))] if "enum" in told else []
-    facts += [f"{word} {told[key]:,}" for key, word in (("minimum", "from"), ("maximum", "to")) if key in told]
-    facts += [f"default {json.dumps(told['default'])}"] if "default" in told else []
-    line = " · ".join(filter(None, facts))
-    head, text = f"<code>{escape(name)}</code> <span class='soft'>{escape(line)}</span>", told.get("description", "")
-    return f"<dt>{head}</dt><dd>{escape(text)}</dd>"
+    facts = {word: value if isinstance(value, str) else json.dumps(value) for word, value in told.items()}
+    text = facts.pop("description", "")
+    line = " · ".join(f"{word} {value}" for word, value in facts.items())
+    return f"<dt><code>{escape(name)}</code> <span class='soft'>{escape(line)}</span></dt><dd>{escape(text)}</dd>"

@@ -103,7 +103,7 @@ def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     arguments = _arguments(body, given, given["echo"]) | {kind: prompts}
     most = DEFAULT_TOKENS if given["max_tokens"] is None else given["max_tokens"]
     arguments["sampling_params"]["max_new_tokens"] = most
-    words = {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs", "input_ids": "prompt", "text": "prompt",
+    words = {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs", "input_ids": "prompt",
              "token_ids_logprob": "logprob_token_ids"}  # fmt: skip
     return OpenAIRequest(given, arguments, fields.WORDS | fields.salt_word(body) | words, count)
 
@@ -122,6 +122,8 @@ def read_chat(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     chat = chat_options(given, has_grammar=any(name in sampling for name in GRAMMARS))
     words = {"max_new_tokens": most or "max_tokens", "top_logprobs_num": "top_logprobs",
              "token_ids_logprob": "logprob_token_ids"}  # fmt: skip
+    if chat.forced:
+        words["json_schema"] = "function_call" if chat.legacy else "tool_choice"
     return OpenAIRequest(given, arguments, fields.WORDS | fields.salt_word(body) | words, chat=chat)
 
 

@@ -262,6 +262,10 @@ def test_what_is_refused_is_named(path: str, change: Any, param: str | None, ser
     assert answer.status == 400 and answer.json["error"]["param"] == param, answer.body
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALLED: dict[str, Any] = {"messages": CHAT, "tools": [TOOL], "tool_choice": "required"}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
@@ -273,6 +277,8 @@ def test_what_is_refused_is_named(path: str, change: Any, param: str | None, ser
         ("/v1/responses", {"input": "x", "max_tokens": 3}, "Did you mean 'max_output_tokens'?"),
         ("/v1/chat/completions", {"messages": CHAT, "enable_thinking": False}, "It stands in chat_template_kwargs."),
         ("/generate", {"text": "x", "max_tokens": 5}, "It stands in sampling_params"),
+        ("/v1/completions", {"prompt": "x", "stop": "a", "regex": "a"}, "with regex: they would cut the text where"),
+        ("/v1/chat/completions", CALLED | {"stop": "a"}, "stop and stop_regex cannot be combined with tool_choice"),
         ("/chat/completions", {}, "did you mean /v1/chat/completions?"),
         ("/v1/v1/chat/completions", {}, "did you mean /v1/chat/completions?"),
         ("/v1/fine_tuning/jobs", {}, "GET /openapi.json tells all paths"),
