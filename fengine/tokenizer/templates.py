@@ -4,8 +4,10 @@ ends the process of one that takes too much time or memory."""
 
 import json
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jinja2
@@ -53,33 +55,61 @@ def attempt(question: tuple[str, dict[str, Any] | None, int]) -> Any:
 
 
 def _as_it_reads(template: jinja2.Template, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages, their contents in the form that the template reads: a text, or a list of parts. Given the other
-    one, it would write nothing of it, or the list as Python does."""
-    text = _reads(template, given, PROBE)
-    if text and all(isinstance(message.get("content", ""), str) for message in given["messages"]):
-        return given["messages"]
-    parts = _reads(template, given, [{"type": "text", "text": PROBE}])
+    """The messages in the form that the template reads: contents as texts, or as lists of parts; arguments of calls as
+    objects, or as JSON texts. Given the other one, it would write nothing of a text, a list as Python does, or a JSON
+    text in quotes."""
+    messages = given["messages"]
+    text = PROBE in _written(template, given, {"role": "user", "content": PROBE})
+    if not text or any(isinstance(message.get("content"), list) for message in messages):
+        written = _written(template, given, {"role": "user", "content": [{"type": "text", "text": PROBE}]})
+        parts = PROBE in written and not re.search(f"""["']{PROBE}["']""", written)
+        messages = [_with(message, "content", partial(_content, text, parts)) for message in messages]
+    if not any(message.get("tool_calls") for message in messages):
+        return messages
+    objects, texts = (
+        _written(template, given, {"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "callnum01", "type": "function", "function": {"name": "f", "arguments": arguments}}]})
+        for arguments in ({PROBE: 1}, json.dumps({PROBE: 1}))
+    )  # fmt: skip
+    arguments = partial(_arguments, f'\\"{PROBE}' in texts, PROBE in texts and PROBE not in objects)
+    return [_with(message, "tool_calls", partial(_calls, arguments)) for message in messages]
 
-    def fitting(content: Any) -> Any:
-        if parts and not text and isinstance(content, str):
-            return [{"type": "text", "text": content}]
-        if text and not parts and isinstance(content, list) and all(part["type"] == "text" for part in content):
-            return "\n".join(part["text"] for part in content)
-        return content
 
-    return [message | {"content": fitting(message["content"])} if "content" in message else message
-            for message in given["messages"]]  # fmt: skip
-
-
-def _reads(template: jinja2.Template, given: dict[str, Any], content: Any) -> bool:
-    """Whether it writes the text of a content, and not as Python or JSON write it in a list."""
+def _written(template: jinja2.Template, given: dict[str, Any], *messages: dict[str, Any]) -> str:
+    """What it writes of these messages; nothing where it fails."""
     try:
-        written = template.render(given | {"messages": [{"role": "user", "content": content}]})
+        return template.render(given | {"messages": list(messages)})
     except MemoryError:
         raise
     except Exception:  # untrusted code
-        return False
-    return PROBE in written and (content == PROBE or not re.search(f"""["']{PROBE}["']""", written))
+        return ""
+
+
+def _with(value: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    return value | {name: change(value[name])} if isinstance(value, dict) and name in value else value
+
+
+def _content(text: bool, parts: bool, content: Any) -> Any:
+    """As a template takes it that reads `text`, `parts`, or both."""
+    if parts and not text and isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if text and not parts and isinstance(content, list) and all(part["type"] == "text" for part in content):
+        return "\n".join(part["text"] for part in content)
+    return content
+
+
+def _calls(change: Callable[[Any], Any], calls: Any) -> Any:
+    change = partial(_with, name="function", change=partial(_with, name="arguments", change=change))
+    return [change(call) for call in calls] if isinstance(calls, list) else calls
+
+
+def _arguments(quotes: bool, joins: bool, arguments: Any) -> Any:
+    """As a template takes them that `quotes` a JSON text, or one that `joins` it to others, which objects cannot be."""
+    if quotes and isinstance(arguments, str):
+        with suppress(ValueError):
+            found = json.loads(arguments)
+            return found if isinstance(found, dict) else arguments
+    return json.dumps(arguments, ensure_ascii=False) if joins and isinstance(arguments, dict) else arguments
 
 
 @lru_cache(8)

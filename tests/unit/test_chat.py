@@ -1,7 +1,9 @@
 """Chat templates against transformers' `apply_chat_template`; hostile templates and hostile contents."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from tokenizer_cases import FAST, Made, byte_level, save
@@ -357,6 +359,31 @@ def test_contents_come_in_the_form_that_the_template_reads(made, tmp_path, templ
     assert ours.encode_chat(chat) == hf_ids(theirs, same, add_generation_prompt=True)
     inside = [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}] if said is TWO else "<|im_end|>"}]
     assert ours.decode(ours.encode_chat(inside), False) == ours.apply_chat_template(inside)
+
+
+ARGUMENTS = "message['tool_calls'][0]['function']['arguments']"
+
+
+@pytest.mark.parametrize(("shape", "read"), [
+    (f"{ARGUMENTS} | tojson", {"a": "<é>"}), (f"'x' + {ARGUMENTS}", '{"a": "<é>"}'),
+    (f"{ARGUMENTS} if {ARGUMENTS} is string else {ARGUMENTS} | tojson", None),
+])  # fmt: skip
+def test_arguments_of_calls_come_in_the_form_that_the_template_reads(made, tmp_path, shape, read):
+    """Transformers writes a JSON text in quotes, or fails over an object."""
+    template = CHATML.replace("message['content']", f"(({shape}) if message['tool_calls'] else message['content'])")
+    ours, theirs = chat_tokenizer(made, tmp_path, template)
+
+    def chat(arguments):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+    for arguments in ({"a": "<é>"}, '{"a": "<é>"}'):
+        expected = theirs.apply_chat_template(chat(read or arguments), tokenize=False, add_generation_prompt=True)
+        assert ours.apply_chat_template(chat(arguments)) == expected
+    for odd in ("no JSON", ["a"], [{"function": "f"}, "g"]):
+        render = partial(ours.apply_chat_template, [{"role": "user", "content": "Hi", "tool_calls": odd}])
+        with suppress(ChatTemplateError):
+            assert render()
 
 
 @pytest.mark.parametrize(("shape", "text"), [("| tojson", "a\nb"), ("[:1]", "ab"), ("", " ")])
