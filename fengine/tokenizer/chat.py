@@ -153,8 +153,10 @@ class ChatTemplate:
                 raise UnknownParameterError(
                     f"the chat template's variable {name!r:.80} has a meaning of its own; others are: {known}."
                 )
-        if unread := [name for name in values if name not in self.variables and name not in FIXED]:
-            logger.info("The chat template does not read %s, which is ignored; it takes: %s.", _listed(unread), known)
+        if unread := [name for name in values if name not in self.variables and (values[name] or name not in FIXED)]:
+            level = logging.INFO if FIXED.keys().isdisjoint(unread) else logging.WARNING  # of tools nobody is told
+            told = "The chat template does not read %s, which is ignored; it takes: %s."
+            logger.log(level, told, _listed(unread), known)
         keys = sorted({key for message in messages for key in message} - UNSAID)
         if unnamed := [key for key in keys if key not in self.source]:
             logger.info("The chat template does not name %s, which a message has.", _listed(unnamed))

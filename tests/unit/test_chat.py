@@ -263,6 +263,11 @@ def test_variables(made, tmp_path, caplog):
         ours.apply_chat_template([{"role": "user", "content": "a", **many}], **many)
         named = ", ".join(repr(name) for name in list(many)[:8])
         assert [line.partition(named)[2][:12] for line in caplog.messages] == [" and 42 more"] * 2
+    caplog.clear()
+    plain, _ = chat_tokenizer(made, tmp_path, CHATML)
+    for tools in ([], [{"type": "function", "function": {"name": "f"}}]):  # seen without any setting
+        plain.apply_chat_template(CHATS[0], tools=tools)
+        assert ("does not read 'tools'" in caplog.text) == bool(tools)
     for name in ("bos_token", "raise_exception", "range", "self"):
         with pytest.raises(UnknownParameterError, match="meaning of its own; others are: date_string"):
             ours.apply_chat_template(CHATS[0], **{name: "x"})
