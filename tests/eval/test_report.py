@@ -548,6 +548,20 @@ def test_a_sweep_and_its_paired_differences(cli: Any) -> None:
     assert grid["kinds"] == kinds and grid["points"] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("argv", "data", "told"),
+    [
+        (["task=a"], "x", "fengine eval task=a"),
+        (["rerun", "a"], "x", "fengine rerun a"),
+        (["evaluate"], None, "fengine.evaluate(task, engine, out)"),
+    ],
+)
+def test_the_command_of_a_run_is_one(argv: list[str], data: str | None, told: str) -> None:
+    manifest = {"sessions": [{"argv": argv}], "identity": {"config": {"task.data": data}}}
+    commands = facts.commands(manifest, Path("a"))
+    assert commands[0][1] == told and len(commands) == (3 if data else 1)
+
+
 def test_what_the_model_recommends_is_told_as_sampled_with() -> None:
     config = {f"sampling.{name}": value for name, value in SamplingConfig(top_p=0.5).as_dict().items()}
     told = facts._sampling(config, {"temperature": 0.6, "top_p": 0.95})

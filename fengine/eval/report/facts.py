@@ -147,14 +147,16 @@ def flat(value: Any) -> list[list[str]]:
 
 def commands(manifest: dict[str, Any], folder: Path) -> list[list[str]]:
     """[what for, command]. Pure."""
-    found, here = [], public(str(folder.resolve()))
+    found, here, config = [], public(str(folder.resolve())), manifest["identity"]["config"]
+    if config.get("task.data") is None and config.get("task.prompts") is None:  # which the commands cannot have
+        return [["the task is an object of Python; the same call goes on", "fengine.evaluate(task, engine, out)"]]
     lies = ", typed where the run's folder lies" if here.startswith("…") else ""  # an elided name cannot be typed
     where = shlex.quote(folder.resolve().name if lies else here)
     sessions = [one for one in manifest["sessions"] if isinstance(one.get("argv"), list)]
     if sessions:
-        plain = manifest["identity"]["config"].get("task.format") == "prompts"
-        program = "fengine " if plain else "fengine eval "
-        found.append(["the command of the run", program + shlex.join(map(_word, sessions[0]["argv"]))])
+        argv = sessions[0]["argv"]
+        program = "fengine " if config.get("task.format") == "prompts" or argv[:1] == ["rerun"] else "fengine eval "
+        found.append(["the command of the run", program + shlex.join(map(_word, argv))])
     found.append([f"the same run again, into a new folder{lies}", f"fengine rerun {where}"])
     found.append([f"under other schedules: are the bits the same{lies}?", f"fengine verify {where}"])
     return [[what, cut(command, 4000)] for what, command in found]
