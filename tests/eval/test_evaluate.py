@@ -134,6 +134,20 @@ def test_arguments_that_are_refused(given: dict[str, Any], said: str, engine: Fa
     assert not Path("r").exists()
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (Row(7, {}), "a row's id must be a text, got 7"),  # type: ignore[arg-type]
+        (Row("a", {"x": {1}}), "row 'a': its data is no JSON: Object of type set"),
+    ],
+)
+def test_rows_that_are_none_are_named(row: Row, said: str, engine: FakeEngine) -> None:
+    task = Reversal([])
+    task.rows = lambda: iter([row])  # type: ignore[method-assign]
+    with pytest.raises(InputFileError, match=said):
+        fengine.evaluate(task, engine, "r")
+
+
 def test_inside_a_running_loop_as_in_a_notebook(engine: FakeEngine) -> None:
     async def cell() -> Any:
         return fengine.evaluate(Reversal(["one"]), engine)

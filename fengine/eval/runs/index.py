@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fengine.core.scalars import told
 from fengine.errors import InputFileError, ResumeMismatchError
 from fengine.eval.runs.folder import JOURNAL, RunFolder, storage_errors
 from fengine.eval.runs.journal import KIND, VERSION, Damage, Entry, encode, header, scan
@@ -46,9 +47,14 @@ class RowIndex:
 
 
 def row_digest(row: Row | BadRow) -> bytes:
-    """SHA-256 of a row's content. Pure."""
+    """SHA-256 of a row's content. Pure. Errors: InputFileError for a task's row that is none."""
     content = [row.id, row.data] if isinstance(row, Row) else [row.id, row.line, row.type, row.message]
-    return hashlib.sha256(COMPACT.encode(content).encode()).digest()
+    if not isinstance(row.id, str):
+        raise InputFileError(f"a row's id must be a text, got {told(row.id)}")
+    try:
+        return hashlib.sha256(COMPACT.encode(content).encode()).digest()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputFileError(f"row {row.id!r:.80}: its data is no JSON: {error}") from error
 
 
 def row_key(row: Row | BadRow) -> int:
