@@ -9,26 +9,19 @@ from fengine.api.outputs import Output
 from fengine.server.answers import event, new_id
 from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
 from fengine.server.errors import ApiError, invalid, unsupported
-from fengine.server.fields import CALL, MODEL, Fields, array, flag, loose, names, one_of, only, record, take
+from fengine.server.fields import Fields, array, flag, loose, names, one_of, only, record, take
+from fengine.server.openai_body import OF_CHATS
 
-FIELDS: Fields = {
-    **MODEL,
+AS_IN_CHATS = ("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt")
+FIELDS: Fields = {name: OF_CHATS[name] for name in AS_IN_CHATS} | {
     "messages": array("The chat: role and content, which is a text or a list of blocks."),
     "max_tokens": loose("Most tokens to draw; must be given.", "integer"),
     "system": loose("A first message of the system: a text, or text blocks."),
     "stop_sequences": loose("Texts that end the output.", "array"),
-    "stream": flag("Answer with events."),
-    "temperature": loose("Divides the logits; 0 is greedy.", "number"),
-    "top_p": loose("As in chats.", "number"),
-    "top_k": loose("As in chats.", "integer"),
     "tools": array("Functions that the model may call."),
     "tool_choice": record("type: auto, any, tool (with its name), or none; disable_parallel_tool_use."),
-    "thinking": record(
-        "type: enabled, adaptive or disabled, if the template has a switch; budget_tokens limits nothing."
-    ),
+    "thinking": record("type: enabled, adaptive or disabled, if the template has a switch; budget_tokens is no limit."),
     "output_config": record("format: {type: json_schema, schema}; effort, if the template asks for it."),
-    "chat_template_kwargs": loose("Variables of the chat template.", "object"),
-    "cache_salt": CALL["cache_salt"],
     "cache_control": loose("Accepted: prefixes are shared anyway.", "object"),
 }
 COUNTED: Fields = {name: FIELDS[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking",
@@ -59,8 +52,7 @@ def to_chat(body: Mapping[str, Any], counted: bool = False) -> dict[str, Any]:
     last: Any = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     begins = last.get("role") == "assistant" and "tool_calls" not in last and bool(last.get("content"))
     tools = given["tools"]
-    chat = {name: given[name] for name in ("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs",
-                                           "cache_salt")}  # fmt: skip
+    chat = {name: given[name] for name in AS_IN_CHATS}
     chat |= {
         "messages": messages if given["messages"] else [],
         "continue_final_message": begins,

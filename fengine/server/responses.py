@@ -7,32 +7,24 @@ from typing import Any
 
 from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
-from fengine.server import fields
 from fengine.server.answers import event, finish_reason, new_id
 from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
-from fengine.server.chat_body import CHAT
 from fengine.server.errors import ApiError, invalid, missing, unsupported
-from fengine.server.fields import Fields, array, flag, loose, names, one_of, only, record, take, text, whole
+from fengine.server.fields import Fields, array, flag, loose, names, one_of, only, record, sampling_fields, take, text
+from fengine.server.openai_body import LIMIT, OF_CHATS
 
 AS_IN_CHATS = ("model", "stream", "parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "lora_path", "rid",
-               "request_id", "cache_salt", "priority", "structured_outputs")  # fmt: skip
-FIELDS: Fields = {
-    **fields.MODEL,
+               "request_id", "cache_salt", "priority", "structured_outputs",
+               *(name for name in sampling_fields() if name != "n"))  # fmt: skip
+FIELDS: Fields = {name: OF_CHATS[name] for name in (*AS_IN_CHATS, "tools", "tool_choice")} | {
     "input": loose("A text, or a list of messages, calls and their results."),
     "instructions": text("A first message of the system."),
-    "max_output_tokens": loose("Most tokens to draw.", "integer"),
-    "stream": flag("Answer with events."),
+    "max_output_tokens": LIMIT,
     "stream_options": record("include_obfuscation: accepted; nothing is obfuscated."),
-    **{name: CHAT[name] for name in ("tools", "tool_choice", "parallel_tool_calls")},
     "reasoning": record("effort."),
     "text": record("format: text, json_object or json_schema."),
     "include": array("message.output_text.logprobs."),
-    "top_logprobs": whole("Likeliest tokens at each position.", 0, 20),
     "truncation": one_of("disabled: an input that is too long is refused.", "disabled", default="disabled"),
-    "chat_template_kwargs": loose("Variables of the chat template.", "object"),
-    **{name: fields.CALL[name] for name in ("lora_path", "rid", "request_id", "cache_salt", "priority")},
-    "structured_outputs": fields.GRAMMAR_FIELDS["structured_outputs"],
-    **{name: field for name, field in fields.sampling_fields().items() if name != "n"},
 }
 REFUSED = {
     "previous_response_id": "stored responses; send the whole conversation as input",
@@ -60,7 +52,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         raise missing("input")
     logprobs = _wants_logprobs(given["include"] or ())
     first = [{"role": "system", "content": given["instructions"]}] if given["instructions"] else []
-    chat = {name: given[name] for name in (*AS_IN_CHATS, *(name for name in fields.sampling_fields() if name != "n"))}
+    chat = {name: given[name] for name in AS_IN_CHATS}
     chat |= {
         "messages": first + _messages(given["input"]),
         "max_completion_tokens": given["max_output_tokens"],
