@@ -26,12 +26,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "log_requests_level": (0, 1, 2, 3),
     "sampling_defaults": (None, "model", "openai"),
 }
-WORDS = {  # SGLang's words, where the configuration has others
-    "load_format": {"sharded_state": "safetensors"},  # what save_sharded_model writes
-    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},  # kernels of the same files
-    "kv_cache_dtype": {"bf16": "auto", "bfloat16": "auto"},  # as activations are
-    "dtype": {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"},
-}
 SECTIONS: Mapping[str, Any] = {f.name: f.type for f in fields(EngineConfig)}
 
 
@@ -281,7 +275,7 @@ def in_force(config: EngineConfig) -> dict[str, Any]:
 def _enum(section: str, name: str, value: Any) -> Any:
     """The value of a configuration's field, by name where that is an enum. Errors: ConfigError."""
     kind: Any = SECTIONS[name] if not section else {f.name: f.type for f in fields(SECTIONS[section])}[name]
-    value = WORDS.get(name, {}).get(value, value) if isinstance(value, str) else value
+    value = sglang.WORDS.get(name, {}).get(value, value) if isinstance(value, str) else value
     if not (isinstance(kind, type) and issubclass(kind, Enum)) or isinstance(value, Enum):
         return value
     try:

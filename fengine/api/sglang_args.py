@@ -29,9 +29,13 @@ SERVERS = "an Engine opens no port, so nothing about servers applies"  # the rea
 FOREIGN = {name: default for group in (*HARMLESS.values(), *REFUSED.values()) for name, default in group.items()}
 C = TypeVar("C")
 ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE3")  # of speculation
-FEW_BITS = {  # what is built, and other words for the same
-    "quantization": (QUANTIZATIONS, ("awq_marlin", "gptq_marlin")), "kv_cache_dtype": (KV_DTYPES, ("bf16", "bfloat16")),
-}  # fmt: skip
+FEW_BITS = {"quantization": QUANTIZATIONS, "kv_cache_dtype": KV_DTYPES}  # what is built
+WORDS = {  # SGLang's words, where the configuration has others
+    "load_format": {"sharded_state": "safetensors"},  # what save_sharded_model writes
+    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},  # kernels of the same files
+    "kv_cache_dtype": {"bf16": "auto", "bfloat16": "auto"},  # as activations are
+    "dtype": {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"},
+}
 OPTIONS = {  # other words of the command line; a short one may be the beginning of several
     "model_path": ("--model",), "tp_size": ("--tp", "--tensor-parallel-size"),
     "dp_size": ("--dp", "--data-parallel-size"), "pp_size": ("--pp", "--pipeline-parallel-size"),
@@ -83,8 +87,8 @@ def refuse_foreign(values: Mapping[str, Any]) -> None:
     bad = _given(REFUSED, values)
     if (algorithm := values["speculative_algorithm"]) is not None and algorithm.upper() not in ALGORITHMS:
         bad.append(f"speculative_algorithm={told(algorithm)} (of speculation {', '.join(ALGORITHMS)} are built)")
-    for name, (built, aliases) in FEW_BITS.items():
-        if values[name] is not None and values[name] not in (*built, *aliases):
+    for name, built in FEW_BITS.items():
+        if values[name] is not None and WORDS[name].get(values[name], values[name]) not in built:
             bad.append(f"{name}={told(values[name])} (quantized weights and KV: {', '.join(built)} are built)")
     if bad:
         raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
