@@ -148,6 +148,13 @@ def test_rows_that_are_none_are_named(row: Row, said: str, engine: FakeEngine) -
         fengine.evaluate(task, engine, "r")
 
 
+def test_a_figure_may_be_a_number(engine: FakeEngine) -> None:
+    task = Reversal(["one", "two"])
+    task.metrics = lambda scores: {"share": sum(one["reversed"] for one in scores) / 2}  # type: ignore[method-assign]
+    found = fengine.evaluate(task, engine, "r")["metrics"]
+    assert found == {"share": {"value": 1.0, "stderr": None, "n": 2}}
+
+
 def test_inside_a_running_loop_as_in_a_notebook(engine: FakeEngine) -> None:
     async def cell() -> Any:
         return fengine.evaluate(Reversal(["one"]), engine)

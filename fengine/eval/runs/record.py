@@ -6,6 +6,7 @@ complete or absent; finishing twice gives the same files."""
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
@@ -14,7 +15,7 @@ from fengine.core.json_text import LAST_COUNTS
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder, encoded, storage_errors
 from fengine.eval.runs.index import RowTable
 from fengine.eval.runs.journal import read_at
-from fengine.eval.tasks.task import DRAWN, Answer, Ask, BadRow, Row, Scores, Task
+from fengine.eval.tasks.task import DRAWN, Answer, Ask, BadRow, Metric, Row, Scores, Task
 
 TIMINGS, METRICS = "timings.jsonl", "metrics.json"
 TIMING = b'{"row": %d, "session": %d, "started": %.6f, "seconds": %.6f, "prompt_tokens": %d, "completion_tokens": %d}\n'
@@ -156,15 +157,16 @@ def finish(folder: RunFolder, manifest: dict[str, Any], table: RowTable, task: T
         with (folder.path / f".{OUTPUTS}.tmp").open("rb", buffering=1 << 20) as file:
             bits = hashlib.sha256()
             figures = task.metrics(_scores(file, bits))
+    ok = len(table.known) - table.failed
+    bare = {name: Metric(value, math.nan, ok) for name, value in figures.items() if isinstance(value, int | float)}
     metrics = {
         "task": task.name,
         "version": task.version,
         "rows": len(table.known),
         "failed": table.failed,
-        "metrics": {name: metric.as_dict() for name, metric in figures.items()},
+        "metrics": {name: metric.as_dict() for name, metric in (figures | bare).items()},
     }
     folder.install(OUTPUTS, TIMINGS)
-    ok = len(table.known) - table.failed
     more = {"bits_sha256": bits.hexdigest(), "journal_bytes": (folder.path / JOURNAL).stat().st_size}
     manifest["result"] = {"rows": len(table.known), "ok": ok, "failed": table.failed} | sums | more
     manifest["result"]["metrics_sha256"] = hashlib.sha256(encoded(metrics)).hexdigest()

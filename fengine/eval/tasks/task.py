@@ -107,7 +107,8 @@ class Task(Protocol):
         ...
 
     def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
-        """The task's figures over the scores of its rows; one pass, memory for numbers only. Pure."""
+        """The task's figures over the scores of its rows; one pass, memory for numbers only. A bare number is a figure
+        without a standard error. Pure."""
         ...
 
 
