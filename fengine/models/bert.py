@@ -20,7 +20,7 @@ from fengine.models.reader import GELU_ALL, ConfigReader, decoder_spec
 from fengine.models.rope import NONE
 from fengine.models.sources import Source
 from fengine.models.spec import LayerKind, ModelSpec
-from fengine.models.weights import EMBEDDING, Weight, decoder_weights, layer_weights, plain_mlp_weights
+from fengine.models.weights import EMBEDDING, Weight, decoder_weights, layer_weights, plain_mlp
 
 OWN = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
@@ -101,7 +101,7 @@ def _unread(name: str) -> str:
 
 def weights(spec: ModelSpec) -> list[Weight]:
     tables = (("position_ND", "model.positions", spec.positions), ("type_ND", "model.types", spec.token_types))
-    found = decoder_weights(spec, partial(layer_weights, mlp=plain_mlp_weights))
+    found = decoder_weights(spec, partial(layer_weights, mlp=plain_mlp))
     found += [
         Weight((key,), (Source(f"{name}.weight", (rows, spec.hidden_size)),), "ND", fill="small")
         for key, name, rows in tables

@@ -10,7 +10,7 @@ from fengine.models.moe import expert_weights, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.sources import Source
 from fengine.models.spec import ExpertSpec, ModelSpec
-from fengine.models.weights import LayerWeights, Weight, layer_weights
+from fengine.models.weights import LayerWeights, Weight, joined_mlp, layer_weights
 
 FIELDS = {**DECODER, "attention_bias": READ}
 DEFAULTS = {
@@ -52,7 +52,7 @@ def experts(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]
 
 GLM4 = Family(
     "Glm4ForCausalLM", "glm4", FIELDS, spec_from_hf, DEFAULTS,
-    leaves=partial(layer_weights, norms=NORMS, fused_mlp=True),
+    leaves=partial(layer_weights, norms=NORMS, mlp=joined_mlp),
 )  # fmt: skip
-FIRST = Family("GlmForCausalLM", "glm", FIELDS, spec_from_hf, DEFAULTS, leaves=partial(layer_weights, fused_mlp=True))
+FIRST = Family("GlmForCausalLM", "glm", FIELDS, spec_from_hf, DEFAULTS, leaves=partial(layer_weights, mlp=joined_mlp))
 MOE = Family("Glm4MoeForCausalLM", "glm4_moe", MOE_FIELDS, moe_spec, MOE_DEFAULTS, leaves=moe_layer(experts))

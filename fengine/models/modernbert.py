@@ -12,7 +12,7 @@ from fengine.models.reader import FULL, GELU_ALL, SLIDING, ConfigReader, decoder
 from fengine.models.rope import LOCAL
 from fengine.models.sources import Source
 from fengine.models.spec import ModelSpec
-from fengine.models.weights import EMBEDDING, Weight, decoder_weights, layer_weights, with_bias
+from fengine.models.weights import EMBEDDING, Weight, decoder_weights, joined_mlp, layer_weights, with_bias
 
 OWN = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_activation",
@@ -76,7 +76,7 @@ def rename(spec: ModelSpec, name: str) -> str:
 
 
 def weights(spec: ModelSpec) -> list[Weight]:
-    found = decoder_weights(spec, partial(layer_weights, fused_qkv=True, fused_mlp=True))
+    found = decoder_weights(spec, partial(layer_weights, fused_qkv=True, mlp=joined_mlp))
     norm = Weight(("score_norm_D",), (Source("score_norm.weight", (spec.hidden_size,)),), "D", fill="one")
     norm = with_bias(norm) if spec.norm_bias else norm
     return found + ([*head_weights(spec, bias=spec.score_bias), norm] if spec.num_labels else [])

@@ -8,7 +8,7 @@ from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import DECODER, READ, TRAINING, Family
 from fengine.models.reader import ConfigReader, decoder_spec, sliding_window, windowed
 from fengine.models.spec import ModelSpec
-from fengine.models.weights import layer_weights
+from fengine.models.weights import joined_mlp, layer_weights
 
 FIELDS = {**DECODER, "sliding_window": READ, "resid_pdrop": TRAINING, "embd_pdrop": TRAINING,
           **dict.fromkeys(("full_attn_mod", "interpolate_factor"), "is not read by transformers")}  # fmt: skip
@@ -24,5 +24,5 @@ def spec_from_hf(read: ConfigReader) -> ModelSpec:
 
 FAMILY = Family(
     "Phi3ForCausalLM", "phi3", FIELDS, spec_from_hf, DEFAULTS,
-    leaves=partial(layer_weights, fused_qkv=True, fused_mlp=True),
+    leaves=partial(layer_weights, fused_qkv=True, mlp=joined_mlp),
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from fengine.errors import ModelLoadError
 from fengine.models.family import DECODER, READ, Family
 from fengine.models.reader import FULL, SLIDING, ConfigReader, decoder_spec, sliding_window, stated, windowed
 from fengine.models.rope import NONE
@@ -21,7 +20,8 @@ def spec_from_hf(read: ConfigReader) -> ModelSpec:
     if turns is None:
         turns = [int((index + 1) % interval != 0) for index in range(spec.num_layers)]
     if not isinstance(turns, list) or len(turns) != spec.num_layers or any(turn not in (0, 1) for turn in turns):
-        raise ModelLoadError(f"config.json: no_rope_layers must be a 0 or 1 for each layer, got {turns!r:.200}.")
+        read.problems.append(f"no_rope_layers must be a 0 or 1 for each layer, got {turns!r:.200}")
+        return spec
     kinds = tuple(LayerKind(rope="rope_MK" if turn else NONE) for turn in turns)
     found = [SLIDING if window is not None and not turn else FULL for turn in turns]
     return windowed(replace(spec, kinds=kinds), window, stated(read.config, window) or found)

@@ -5,7 +5,7 @@ from functools import partial
 from fengine.models.family import DECODER, READ, TRAINING, Family
 from fengine.models.reader import GELU_TANH, ConfigReader, decoder_spec, sliding_window, windowed
 from fengine.models.spec import ModelSpec
-from fengine.models.weights import layer_weights, plain_mlp_weights
+from fengine.models.weights import layer_weights, mlp_weights
 
 FIRST = (
     "activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
@@ -32,5 +32,5 @@ def spec_from_hf(read: ConfigReader) -> ModelSpec:
 
 FAMILY = Family(
     "Starcoder2ForCausalLM", "starcoder2", FIELDS, spec_from_hf, DEFAULTS,
-    leaves=partial(layer_weights, mlp=partial(plain_mlp_weights, up="mlp.c_fc", down="mlp.c_proj")),
+    leaves=partial(layer_weights, mlp=partial(mlp_weights, ups=("mlp.c_fc",), down="mlp.c_proj", gated=False)),
 )  # fmt: skip

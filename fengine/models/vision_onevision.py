@@ -78,9 +78,8 @@ def read(whole: ConfigReader, part: ConfigReader, spec: ModelSpec) -> ModelSpec:
     ):
         whole.problems.append(f"image_grid_pinpoints must be pairs of at least image_size ({tile}), got {sizes!r:.200}")
         sizes = []
-    layers = (found.num_layers,)
-    facts = vars(found) | {"feature_layers": layers, "tile": tile, "most": most}
-    return replace(spec, vision=OneVision(**facts, sizes=tuple((h, w) for h, w in sizes)))
+    facts = vars(found) | {"tile": tile, "most": most, "sizes": tuple((h, w) for h, w in sizes)}
+    return replace(spec, vision=OneVision(**facts))
 
 
 def weights(hidden: int, vision: VisionSpec) -> list[Weight]:

@@ -2,6 +2,7 @@
 dummy weights, weight updates and LoRA work from these declarations alone."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -147,44 +148,37 @@ def attention_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False)
     return found + layer.linear("wo", out, q, "DC", "bo_D", spec.o_bias, fill="residual")
 
 
-def mlp_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False) -> list[Weight]:
-    """Gate above up, and down. `fused`: so in the checkpoint. Pure."""
-    size = spec.mlp_size
-    gate_up = [("mlp.gate_up_proj", 2 * size)] if fused else [("mlp.gate_proj", size), ("mlp.up_proj", size)]
-    how = {"blocks": (size, size)}
-    found = layer.linear("wgate_up", gate_up, spec.hidden_size, "FD", "bgate_up_2F", spec.mlp_bias, **how)
-    return found + down_weights(spec, layer, "mlp.down_proj")
+def mlp_weights(
+    spec: ModelSpec, layer: LayerWeights, ups: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj"),
+    down: str = "mlp.down_proj", gated: bool = True,
+) -> list[Weight]:  # fmt: skip
+    """Gate above up, or up alone, and down. `ups`: the names of the first; one for both: so joined as stored. Pure."""
+    blocks = (spec.mlp_size,) * (2 if gated else 1)
+    parts = [(name, sum(blocks) // len(ups)) for name in ups]
+    key, bias = ("wgate_up", "bgate_up_2F") if gated else ("wup", "bup_F")
+    found = layer.linear(key, parts, spec.hidden_size, "FD", bias, spec.mlp_bias, blocks=blocks)
+    parts = [(down, spec.hidden_size)]
+    return found + layer.linear("wdown", parts, spec.mlp_size, "DF", "bdown_D", spec.mlp_bias, fill="residual")
 
 
-def plain_mlp_weights(
-    spec: ModelSpec, layer: LayerWeights, up: str = "mlp.up_proj", down: str = "mlp.down_proj"
-) -> list[Weight]:
-    """Up and down of an MLP without a gate, under their names. Pure."""
-    found = layer.linear("wup", [(up, spec.mlp_size)], spec.hidden_size, "FD", "bup_F", spec.mlp_bias)
-    return found + down_weights(spec, layer, down)
-
-
-def down_weights(spec: ModelSpec, layer: LayerWeights, name: str) -> list[Weight]:
-    parts = [(name, spec.hidden_size)]
-    return layer.linear("wdown", parts, spec.mlp_size, "DF", "bdown_D", spec.mlp_bias, fill="residual")
-
-
+joined_mlp = partial(mlp_weights, ups=("mlp.gate_up_proj",))
+plain_mlp = partial(mlp_weights, ups=("mlp.up_proj",), gated=False)
 NORMS = ("attn_norm_D", "attn_post_norm_D", "mlp_norm_D", "mlp_post_norm_D")
 PRENORM = ("input_layernorm", None, "post_attention_layernorm", None)
 
 
 def layer_weights(
     spec: ModelSpec, layer: LayerWeights, norms: tuple[str | None, ...] = PRENORM, fused_qkv: bool = False,
-    fused_mlp: bool = False, mlp: "LayerLeaves | None" = None,
+    mlp: "LayerLeaves" = mlp_weights,
 ) -> list[Weight]:  # fmt: skip
-    """Attention, and the gated MLP or the leaves of `mlp`. `norms`: the names of those before and behind each; None:
+    """Attention, and the leaves of `mlp`. `norms`: the names of those before and behind each; None:
     there is none. Pure."""
     before, behind, before_mlp, behind_mlp = (
         [layer.norm(key, name, spec.hidden_size, bias=spec.norm_bias)] if name is not None else []
         for key, name in zip(NORMS, norms, strict=True)
     )
-    inner = mlp_weights(spec, layer, fused_mlp) if mlp is None else mlp(spec, layer)
-    return [*before, *attention_weights(spec, layer, fused_qkv), *behind, *before_mlp, *inner, *behind_mlp]
+    attention = attention_weights(spec, layer, fused_qkv)
+    return [*before, *attention, *behind, *before_mlp, *mlp(spec, layer), *behind_mlp]
 
 
 def head_weight(vocab: int, hidden: int) -> Weight:

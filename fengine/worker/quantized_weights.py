@@ -155,15 +155,13 @@ def read_codes(source: Source, scheme: Scheme, read: Read, there: dict[str, Tens
         packed = read(f"{module}.weight_packed")
         codes = Codes("fp4", _unpacked(packed, 4), _powers(read(f"{module}.weight_scale")), None, 32)
     else:
-        names = {"index": "g_idx", "scale": "scales"} if scheme.layout != "packed" else {
-            "index": "weight_g_idx", "scale": "weight_scale"
-        }  # fmt: skip
-        scale_NG = read(f"{module}.{names['scale']}")
+        scale, index = ("weight_scale", "weight_g_idx") if scheme.layout == "packed" else ("scales", "g_idx")
+        scale_NG = read(f"{module}.{scale}")
         code_NK, zero_NG = (_awq if scheme.layout == "awq" else _gptq if scheme.layout == "gptq" else _packed)(
             module, scheme, read, (n, k), there
         )
         scale_NG = scale_NG if scheme.layout == "packed" else scale_NG.T
-        group, at = (scheme.block or (1, 0))[1] or k, f"{module}.{names['index']}"
+        group, at = (scheme.block or (1, 0))[1] or k, f"{module}.{index}"
         index_K = _order(at, read(at), group, scale_NG.shape[1]) if at in there else None
         codes = Codes(scheme.code, code_NK, scale_NG.contiguous(), zero_NG, group, index_K)
     if not torch.isfinite(codes.scale_NG.float()).all():
