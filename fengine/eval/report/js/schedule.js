@@ -110,6 +110,11 @@ function timed(state, height, paint, more = () => []) {
   const shows = () => [state.axis.by, state.axis.from, state.axis.to, ...more()];
   return surface(height, paint, shows, state);
 }
+function timedPlot(state, name, keys, paint) {
+  const { node, draw } = timed(state, 84, paint);
+  state.parts.push(draw);
+  return plot(name, keys.map(([text, ink]) => keyOf(`var(${ink})`, text)), node);
+}
 function stepsPlot(session, state) {
   const { tok, k, guess, right } = session.steps,
     most = Math.max(1, ...tok),
@@ -128,23 +133,21 @@ function stepsPlot(session, state) {
       });
     }
   };
-  const { node, draw } = timed(state, 84, paint),
-    keys = [...STEP_NAMES.map((name, i) => [name, STEP_INKS[i]]), ...guesses];
-  state.parts.push(draw);
-  return plot(`Tokens of each step, up to ${whole(most)}`, keys.map(([name, ink]) => keyOf(`var(${ink})`, name)), node);
+  const kinds = STEP_NAMES.map((name, i) => [name, STEP_INKS[i]]);
+  return timedPlot(state, `Tokens of each step, up to ${whole(most)}`, [...kinds, ...guesses], paint);
 }
 function gaugesPlot(session, state) {
   const { run, wait, held, idle } = session.steps,
     pool = Math.max(1, session.pool),
     most = Math.max(1, ...run, ...wait);
   const gauges = [
-    ["running", run, most, "--decode"],
-    ["waiting", wait, most, "--prefill"],
-    ["pages held", held, pool, "--right"],
-    ["pages only cached", idle, pool, "--scored"],
+    ["running", "--decode", run, most],
+    ["waiting", "--prefill", wait, most],
+    ["pages held", "--right", held, pool],
+    ["pages only cached", "--scored", idle, pool],
   ];
   const paint = (pen, width, height) => {
-    for (const [, values, top, ink] of gauges) {
+    for (const [, ink, values, top] of gauges) {
       pen.strokeStyle = colour(ink);
       pen.lineWidth = 1.6;
       pen.beginPath();
@@ -157,10 +160,8 @@ function gaugesPlot(session, state) {
       pen.stroke();
     }
   };
-  const { node, draw } = timed(state, 84, paint),
-    label = `Requests, up to ${whole(most)}, and pages, of ${whole(session.pool)}`;
-  state.parts.push(draw);
-  return plot(label, gauges.map(([name, , , ink]) => keyOf(`var(${ink})`, name)), node);
+  const name = `Requests, up to ${whole(most)}, and pages, of ${whole(session.pool)}`;
+  return timedPlot(state, name, gauges, paint);
 }
 
 // Requests below one another, more than fit: a canvas that stays in sight while its frame scrolls. `paint` draws the
