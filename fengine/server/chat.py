@@ -79,20 +79,23 @@ class ChatWriter(ChoiceWriter):
         arguments = request.arguments | {"input_ids": self.ids, "sampling_params": held | sampling}
         arguments |= {"image_data": images} if images else {}
         super().__init__(request, arguments, tokenizer, head, [self.ids])
-        may_think, apart = facts.thinks and not constrained, chat.separate_reasoning
-        opened = may_think and facts.opened(tokenizer, self.ids)
-        how: Any = {"thinks": may_think and apart, "opened": opened and apart, "forced": bool(chat.forced)}
-        self.parsers = [OutputParser(form, **how, functions=chat.callable) for _ in self._drawn]
         self.form = facts.form  # of the calls that the template writes
         self.called = [0] * len(self._drawn)  # calls of a choice so far
-        self.thoughts: list[ThoughtTokens] = []  # of each choice, where it may think, and in no channel
-        if may_think and facts.channels is None:
-            self.thoughts = [ThoughtTokens(tokenizer, opened) for _ in self._drawn]
-        if not constrained:  # a grammar leaves no thought
-            self.limit = thought_limit(given["thinking_token_budget"], self.thoughts)
         last = chat.messages[-1]
         echoes = given["echo"] and last.get("role") == "assistant" and isinstance(last.get("content"), str)
         self.echo = last["content"] if echoes else ""
+        self._expect(facts, form, constrained)
+
+    def _expect(self, facts: TemplateFacts, form: Format | None, constrained: bool) -> None:
+        """Makes the parsers of each choice, and what counts its thoughts, where it may think, and in no channel."""
+        may_think, apart = facts.thinks and not constrained, self.chat.separate_reasoning
+        opened = may_think and facts.opened(self.tokenizer, self.ids)
+        how: Any = {"thinks": may_think and apart, "opened": opened and apart, "forced": bool(self.chat.forced)}
+        self.parsers = [OutputParser(form, **how, functions=self.chat.callable) for _ in self._drawn]
+        counted = self._drawn if may_think and facts.channels is None else []
+        self.thoughts = [ThoughtTokens(self.tokenizer, opened) for _ in counted]
+        if not constrained:  # a grammar leaves no thought
+            self.limit = thought_limit(self.given["thinking_token_budget"], self.thoughts)
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         parts = self.parts(index, output, streamed=False)

@@ -16,8 +16,6 @@ from fengine.tokenizer.tokenizer import Tokenizer
 
 LEAST = -9999.0  # OpenAI's number for a logprob of minus infinity, which JSON cannot hold
 
-# -- what single tokens read as ----------------------------------------------------------------------------------------
-
 
 def shown(data: bytes) -> str:
     """Bytes as text; if they are not whole characters, in OpenAI's notation for bytes. Pure."""

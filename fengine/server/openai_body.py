@@ -31,7 +31,7 @@ SHARED: dict[str, Field] = {
     "logprob_token_ids": fields.array("With logprobs: the ids that are told at each position, not the likeliest."),
     "prompt_logprobs": whole("Likeliest tokens at each position of the prompt.", 0, MAX_LOGPROBS),
     **TRUNCATION,
-    "bad_words": fields.array("Words that are never drawn."),
+    "bad_words": Field({"type": "array", "description": "Words that are never drawn."}, []),
     "allowed_token_ids": fields.array("The only ids that are drawn."),
     **fields.sampling_fields(),
     **fields.GRAMMAR_FIELDS,
@@ -145,17 +145,20 @@ def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], m
     if given["stream_options"] is not None and not given["stream"]:
         raise invalid("stream_options", "stream_options is only for stream=true.")
     given["stream_options"] = fields.take(given["stream_options"] or {}, STREAM_OPTIONS)
-    given["bad_words"] = words = given["bad_words"] or ()
-    if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
-        told = f"bad_words must be a list of at most {MAX_BAD_WORDS} texts, none empty"
-        raise invalid("bad_words", f"{told}, got {len(words)}: {words!r:.80}.")
-    ids = given["allowed_token_ids"]
-    if ids is not None and not (ids and all(type(id) is int and id >= 0 for id in ids)):
-        raise invalid("allowed_token_ids", f"allowed_token_ids must be token ids, and not empty, got {ids!r:.80}.")
+    _check_drawn(given["bad_words"], given["allowed_token_ids"])
     if given["stream"] and given["prompt_logprobs"] is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not told in streams; leave stream out.")
     prompts = given["return_prompt_token_ids"] or given["return_token_ids"]
     return given | {"truncation": Truncation.of(given), "return_prompt_token_ids": prompts}
+
+
+def _check_drawn(words: list[Any], ids: list[Any] | None) -> None:
+    """Errors: ApiError."""
+    if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
+        told = f"bad_words must be a list of at most {MAX_BAD_WORDS} texts, none empty"
+        raise invalid("bad_words", f"{told}, got {len(words)}: {words!r:.80}.")
+    if ids is not None and not (ids and all(type(id) is int and id >= 0 for id in ids)):
+        raise invalid("allowed_token_ids", f"allowed_token_ids must be token ids, and not empty, got {ids!r:.80}.")
 
 
 def _arguments(body: Mapping[str, Any], given: Mapping[str, Any], echo: bool) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def _scored(
         score = heads.of_scores(hf_config(engine._parts), pooling_of(engine._context).activation, wanted)
         return EncodeReqInput(ids), count, lambda told: [_label(one["embedding"], score) for one in complete(told)]
     for i, text in enumerate(texts := first + second):
-        tokenizer_of(engine).check_text(text, f"prompt[{i % count}][{i // count}]", cut is not None)
+        tokenizer_of(engine).check_text(text, f"prompt[{i % count}][{i // count}]", True)
 
     def cosines(outputs: list[Output]) -> list[float]:
         vectors = [output["embedding"] for output in complete(outputs)]
