@@ -13,6 +13,7 @@ import tiny_vision
 from tiny_vision import picture
 
 from fengine import Engine
+from fengine.errors import InputFileError
 from fengine.eval.commands.evaluate import evaluate
 from fengine.eval.commands.replay import _read_again
 from fengine.eval.runs.answering import Asker
@@ -83,6 +84,9 @@ def test_parts_of_messages_are_images_as_those_of_the_column(folder: Path) -> No
     first, second, third = open_task(CONFIG, folder).rows()
     assert isinstance(first, Row) and isinstance(second, Row) and first.data == second.data
     assert isinstance(third, BadRow) and "none.png" in third.message
+    bare = open_task(replace(CONFIG, images=None), folder, lambda messages: [1])
+    with pytest.raises(InputFileError, match="its messages have images, which task.images=images shows"):
+        bare.asks(Row("a", rows[0]))
 
 
 def test_a_run_knows_of_images_that_change(folder: Path) -> None:

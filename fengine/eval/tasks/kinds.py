@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fengine.api.chat_images import without_images
 from fengine.errors import ConfigError, InputFileError
 from fengine.eval.tasks import scoring, statistics
 from fengine.eval.tasks.columns import column, filled, grouped, images_of, problem, refuse_bare, with_digests
@@ -85,6 +86,8 @@ class _Task:
         if column == "messages":
             if not items or not all(isinstance(message, dict) for message in items):
                 raise problem(row, 'messages must be a list of objects with "role" and "content"')
+            if self.config.images is None and without_images(items)[1]:
+                raise problem(row, "its messages have images, which task.images=images shows to the model")
             return self._rendered(row, items)
         if not items or not all(type(token) is int and token >= 0 for token in items):
             raise problem(row, "input_ids must be a list of token ids, integers >= 0")
