@@ -217,8 +217,9 @@ class Chain:
             logits_RV = stage.apply(logits_RV, batch)
         if guide is not None:
             filled = guide(next_5R[0].cpu().numpy() if step else None)
-            masks = () if filled is None else [torch.from_numpy(x).to(self.device) for x in filled[:2]]
-            logits_RV = apply_bitmask(logits_RV, *masks) if masks else logits_RV
+            if filled is not None:
+                masks = (torch.from_numpy(np.ascontiguousarray(x)).to(self.device) for x in filled[:2])
+                logits_RV = apply_bitmask(logits_RV, *masks)
         token_R, logprob_R = draw(logits_RV, *(batch[name] for name in DRAW))
         go_on(
             token_R, logprob_R, tensors["kv_len_R"], tensors["page_table_RN"], guess_RK, next_5R, step,

@@ -155,13 +155,19 @@ def _with_ends(
     Modifies: mask_MW."""
     shut = [cursor.shut_early if early else cursor.shut for cursor, early in zip(cursors, early_M, strict=True)]
     _change(mask_MW, shut, False)
-    goes_on_M: list[bool] = np.any(mask_MW, axis=1).tolist()
+    goes_on_M = _any(mask_MW)
     ending = [
         cursor.ends if complete and not early and (cursor.eager or not goes_on) else NO_BITS
         for cursor, complete, early, goes_on in zip(cursors, complete_M, early_M, goes_on_M, strict=True)
     ]
     changed = _change(mask_MW, ending, True) | _change(mask_MW, [cursor.barred for cursor in cursors], False)
-    return np.any(mask_MW, axis=1).tolist() if changed else goes_on_M
+    return _any(mask_MW) if changed else goes_on_M
+
+
+def _any(mask_MW: np.ndarray) -> list[bool]:
+    """Whether a row has a bit. Pure."""
+    found: list[bool] = (np.bitwise_or.reduce(mask_MW, axis=1) != 0).tolist()
+    return found
 
 
 def _why_stuck(complete: bool, early: bool) -> str:
@@ -176,8 +182,10 @@ def _allowed(cursors: Sequence[Cursor]) -> tuple[np.ndarray, list[bool]]:
     """(masks int32 [M, words of V], whether the text may end here). Modifies: the cursors that fail."""
     vocabulary = cursors[0].grammar.vocabulary
     size, words = vocabulary.size, -(-(vocabulary.size + 1) // 32)
-    mask_MW = np.zeros((len(cursors), words), np.int32)
+    mask_MW = np.empty((len(cursors), words), np.int32)
     live = [(cursor.matcher, i) for i, cursor in enumerate(cursors) if cursor.error is None]
+    if len(live) < len(cursors):
+        mask_MW[[i for i, cursor in enumerate(cursors) if cursor.error is not None]] = 0
     first, bytes_W = mask_MW.ctypes.data, 4 * words
     if len(live) * size > AT_HAND:
         vocabulary.executor.unsafe_compute_mask_ptr(live, first, bytes_W, len(cursors))
@@ -189,7 +197,7 @@ def _allowed(cursors: Sequence[Cursor]) -> tuple[np.ndarray, list[bool]]:
             _alone(cursors[i], mask_MW[i])
     complete_M: list[bool] = (mask_MW[:, size // 32] >> size % 32 & 1 == 1).tolist()
     mask_MW[:, size // 32] &= (1 << size % 32) - 1  # the id behind the vocabulary, which tells just this
-    return np.ascontiguousarray(mask_MW[:, : -(-size // 32)]), complete_M
+    return mask_MW[:, : -(-size // 32)], complete_M
 
 
 def _alone(cursor: Cursor, mask_W: np.ndarray) -> None:
