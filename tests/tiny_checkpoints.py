@@ -56,6 +56,12 @@ LLAMA3_ROPE = {  # with 64 positions of pretraining, frequencies fall into each 
 }
 
 
+def config_of(family: str) -> dict[str, Any]:
+    """A config alone, in transformers' form."""
+    config_class, model_class = CLASSES[family]
+    return config_class(**SIZES, pad_token_id=0).to_dict() | {"architectures": [model_class.__name__]}
+
+
 def write(
     directory: Path,
     family: str = "llama",

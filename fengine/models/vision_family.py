@@ -16,15 +16,15 @@ WHOLE: Fields = {**COMMON, "text_config": READ, "vision_config": READ, "tie_word
 
 class VisionFamily(NamedTuple):
     """`fields`: of the whole config; `vision_fields`: of its vision_config; `texts`: families of its decoder by the
-    model_type of text_config; `read`: the same spec with the tower's facts (errors: ModelLoadError and kinds);
-    `weights`: its leaves,
-    by the decoder's hidden size; `rename`: our name of a checkpoint's tensor, or ""."""
+    model_type of text_config; `read`: the decoder's spec with the tower's facts, by readers of the whole config and of
+    its vision_config (errors: ModelLoadError and kinds); `weights`: the tower's leaves, by the decoder's hidden size;
+    `rename`: our name of a checkpoint's tensor, or ""."""
 
     architecture: str
     model_type: str
     fields: Fields
     vision_fields: Fields
-    read: Callable[[ConfigReader, ConfigReader, ModelSpec], ModelSpec]  # the whole, its vision_config, the decoder's
+    read: Callable[[ConfigReader, ConfigReader, ModelSpec], ModelSpec]
     weights: Callable[[int, Any], list[Weight]]
     vision: Vision
     rename: Callable[[str], str]

@@ -56,7 +56,8 @@ def spec_from_config(config: Config) -> ModelSpec:
         raise UnsupportedArchitectureError(
             f"config.json: architectures must name one class, got {names!r}; supported: {', '.join(models.MODELS)}."
         )
-    return replace(models.lookup(names[0]).spec_from_hf(config), quantization=read_quantization(config))
+    spec, text = models.lookup(names[0]).spec_from_hf(config), config.get("text_config") or {}
+    return replace(spec, quantization=read_quantization(config) or read_quantization(text))
 
 
 def _stored_dtype(config: Config) -> torch.dtype:

@@ -128,7 +128,7 @@ def theirs(family: str, config: dict[str, Any], state: dict[str, Tensor]) -> Ten
 
 @pytest.mark.parametrize("family", tiny_checkpoints.CLASSES)
 def test_a_value_of_another_type_is_never_a_bare_error(family: str) -> None:
-    config = config_of(family)
+    config = tiny_checkpoints.config_of(family)
     for key in config.keys() - {"architectures"}:
         for value in ("no", [1.5], {"a": 1}, -1, 1.5, True, 2**70):
             with suppress(FengineError):
@@ -136,12 +136,6 @@ def test_a_value_of_another_type_is_never_a_bare_error(family: str) -> None:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-
-
-def config_of(family: str) -> dict[str, Any]:
-    config_class, model_class = tiny_checkpoints.CLASSES[family]
-    config = config_class(**tiny_checkpoints.SIZES, pad_token_id=0).to_dict()
-    return config | {"architectures": [model_class.__name__]}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +166,7 @@ def config_of(family: str) -> dict[str, Any]:
 )
 def test_what_transformers_reads_in_its_own_way_is_refused(family: str, changes: Any, message: str) -> None:
     with pytest.raises(FengineError, match=message):
-        spec_from_config(config_of(family) | changes)
+        spec_from_config(tiny_checkpoints.config_of(family) | changes)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +184,7 @@ def test_what_transformers_reads_in_its_own_way_is_refused(family: str, changes:
 )
 def test_factors_by_which_float32_overflows_are_refused(family: str, changes: Any, name: str) -> None:
     with pytest.raises(FengineError, match=f"{name} must be above 1e-06 and at most"):
-        spec_from_config(config_of(family) | {"rope_scaling": None} | changes)
+        spec_from_config(tiny_checkpoints.config_of(family) | {"rope_scaling": None} | changes)
 
 
 @pytest.mark.parametrize(
@@ -198,20 +192,20 @@ def test_factors_by_which_float32_overflows_are_refused(family: str, changes: An
     [("gemma3", "rope_parameters", {"rope_theta": None, "rope_type": "default"}), ("cohere2", None, None)],
 )
 def test_what_transformers_5_0_wrote_beside_changes_nothing(family: str, field: str | None, beside: Any) -> None:
-    config = config_of(family)
+    config = tiny_checkpoints.config_of(family)
     more = {"_sliding_window_pattern": 3} if field is None else {field: config[field] | beside}
     assert spec_from_config(config | more) == spec_from_config(config)
 
 
 def test_experts_of_granite_have_no_biases() -> None:
     """What its relative without experts reads, transformers does not look at here."""
-    config = config_of("granitemoe")
+    config = tiny_checkpoints.config_of("granitemoe")
     assert "mlp_bias" not in config
     assert spec_from_config(config | {"mlp_bias": True}) == spec_from_config(config)
 
 
 def test_as_many_layers_are_dense_as_transformers_assumes() -> None:
-    config = config_of("glm4_moe")
+    config = tiny_checkpoints.config_of("glm4_moe")
     dense = config.pop("first_k_dense_replace")
     experts = spec_from_config(config).experts
     assert experts is not None and len(experts.dense_layers) == dense == 1
@@ -231,7 +225,7 @@ def test_fast_numerics_reach_every_product(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
-    config = config_of("mistral")
+    config = tiny_checkpoints.config_of("mistral")
     longest = config["max_position_embeddings"]
     kinds = [spec_from_config(config | {"sliding_window": longest - less}).kinds for less in (0, 1)]
     assert kinds[0] == () != kinds[1]

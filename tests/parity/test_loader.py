@@ -233,8 +233,7 @@ SIZES = (
 
 
 def spec_of(family: str = "llama", **changes: Any) -> Any:
-    config_class, model_class = tiny_checkpoints.CLASSES[family]
-    config = config_class(**tiny_checkpoints.SIZES).to_dict() | {"architectures": [model_class.__name__]} | changes
+    config = tiny_checkpoints.config_of(family) | changes
     return spec_from_config({key: value for key, value in config.items() if value is not ...})
 
 
