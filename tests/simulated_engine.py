@@ -381,8 +381,9 @@ class World:
             self.calls.append((event, states, loop))
 
         core = SimpleNamespace(
-            system=self.core.system, submit=submit, abort=self.core.abort, check_process=self.core.check_process
-        )
+            system=self.core.system, submit=submit, abort=self.core.abort, check_process=self.core.check_process,
+            owns_thread=self.core.owns_thread,
+        )  # fmt: skip
         parts = SimpleNamespace(core=core, tokenizer=BROKEN if self._is_broken(event) else TOKENIZER)
         log = RequestLog(self.args, None)
         return SimpleNamespace(parts=parts, args=self.args, sessions=self.sessions, log=log)

@@ -67,7 +67,6 @@ def encode_requests(
     """As `process_input`, and what makes a result of an output. With `hidden` all prompts of a list stand there once
     more, without the classifier's head. Errors: those of `process_input`; InvalidRequestError if the model is none for
     embeddings."""
-    engine._refuse_own_thread()
     context: EngineContext = engine._context
     pooling, classifies = pooling_of(context), context.parts.spec.num_labels is not None
     if req.dimensions is not None and classifies:

@@ -216,16 +216,11 @@ class Engine:
         return OutputCollector(self._context, *self._requests(req), stream=req.stream, loop=loop, **how)
 
     def _requests(self, req: GenerateReqInput) -> tuple[list[Request], dict[str, Turn], bool]:
-        self._refuse_own_thread()
         if not self._parts.spec.generates:
             raise InvalidRequestError("this is an embedding model or classifier, which generates no text; use encode.")
         if (images := self._parts.images) is not None and req.image_data is not None:
             req.image_data = images.read_all(req.image_data, refuse=False)
         return process_input(self._context, req)
-
-    def _refuse_own_thread(self) -> None:
-        if self._parts.core.owns_thread():
-            raise InvalidRequestError("a logit processor cannot ask its engine for text: the engine waits for it.")
 
     # -- what else it can do: functions of other files are methods -----------------------------------------------------
 

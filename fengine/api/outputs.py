@@ -12,6 +12,7 @@ from fengine.core.images import ImageSpan
 from fengine.core.request import Drafting, Request
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.request_state import RequestOutput, RequestState, version_spans
+from fengine.errors import InvalidRequestError
 from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
 
@@ -45,6 +46,8 @@ def submit(
     MemoryReleasedError, InvalidRequestError (a rid is in use), SessionError (a session was closed or changed meanwhile;
     nothing of the call goes on)."""
     core, tokenizer = context.parts.core, context.parts.tokenizer
+    if core.owns_thread():
+        raise InvalidRequestError("a logit processor cannot ask its engine for text: the engine waits for it.")
     patterns: dict[tuple[str, ...], tuple[StopRegex, ...]] = {}  # compiled once for all of them
     states = []
     for request, told in zip(requests, notify, strict=True):
