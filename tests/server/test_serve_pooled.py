@@ -198,6 +198,7 @@ def test_a_cross_encoder_answers_in_three_forms(tmp_path: Path) -> None:
             assert [(one["index"], one["score"], one["document"]) for one in told] == [
                 (i, raw[i], documents[i]) for i in order
             ]
+            assert len(post(server, "/rerank", asked | {"documents": ["Paris " * 9999]})["results"]) == 1  # it is cut
             best = post(server, "/rerank", {**asked, "top_n": 2, "return_documents": False})["results"]
             assert [one["index"] for one in best] == order[:2] and "document" not in best[0]
             sigmoids = [1 / (1 + math.exp(-value)) for value in raw]
