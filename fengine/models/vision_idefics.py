@@ -26,7 +26,7 @@ from fengine.models.vision_layers import matrix, project
 from fengine.models.weights import Weight
 
 OLD = ("perceiver_config", "use_resampler", "qk_layer_norms", "neftune_noise_alpha", "is_llama_config",
-       "pixel_shuffle_factor", "rope_interleaved", "_flash_attn_2_enabled", "use_base_siglip", "size",
+       "pixel_shuffle_factor", "rope_interleaved", "use_base_siglip", "size",
        "max_image_size", "image_seq_len", "freeze_vision_layers", "freeze_text_layers", "vocab_size",
        "additional_vocab_size")  # fmt: skip
 FIELDS = {
