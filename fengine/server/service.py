@@ -36,11 +36,6 @@ from fengine.worker.generation_config import read_sampling_defaults
 THREADS = 8  # that tokenize and check; a template may run for seconds
 PROBE_SECONDS = 5.0
 SLOWEST = 0.25  # seconds between two chunks, however many streams there are
-SHORT = 512  # characters or ids of a prompt that is read in the event loop: less work than handing it to a thread
-PLAIN = frozenset(
-    "model prompt max_tokens min_tokens temperature top_p top_k min_p seed stream stream_options echo logprobs "
-    "ignore_eos frequency_penalty presence_penalty repetition_penalty user".split()
-)
 Result = TypeVar("Result")
 Body = Mapping[str, Any]
 Words = Mapping[str, str]
@@ -84,16 +79,7 @@ class Service:
 
     async def begin(self, plan: Callable[["Service", Body], Plan], body: Body, words: Words) -> Call:
         """A body of what `plan` reads, checked and queued; `end` its call. Errors: ApiError."""
-        begin = partial(self._begin, plan, body, words, asyncio.get_running_loop())
-        return begin() if self._is_short(body) else await self._in_thread(begin, self.end)
-
-    def _is_short(self, body: Body) -> bool:
-        """Whether one short prompt is all that is to be read: no template, grammar, pattern, image or adapter. Pure."""
-        prompt: Any = body.get("prompt")
-        if not body.keys() <= PLAIN or body.get("model") not in (None, "default", self.model):
-            return False
-        ids = type(prompt) is list and prompt != [] and type(prompt[0]) is int
-        return (ids or type(prompt) is str) and len(prompt) <= SHORT
+        return await self._in_thread(partial(self._begin, plan, body, words, asyncio.get_running_loop()), self.end)
 
     def _begin(self, plan: Any, body: Body, words: Words, loop: asyncio.AbstractEventLoop) -> Call:
         try:
