@@ -153,15 +153,19 @@ class ChatTemplate:
                 raise UnknownParameterError(
                     f"the chat template's variable {name!r:.80} has a meaning of its own; others are: {known}."
                 )
-        if unread := [name for name in values if name not in self.variables and (values[name] or name not in FIXED)]:
-            level = logging.INFO if FIXED.keys().isdisjoint(unread) else logging.WARNING  # of tools nobody is told
-            told = "The chat template does not read %s, which is ignored; it takes: %s."
-            logger.log(level, told, _listed(unread), known)
+        self._tell_unread(values, known)
         keys = sorted({key for message in messages for key in message} - UNSAID)
         if unnamed := [key for key in keys if key not in self.source]:
             logger.info("The chat template does not name %s, which a message has.", _listed(unnamed))
         given = {**special_tokens, **FIXED, "add_generation_prompt": add_generation_prompt, **values}
         return self._ask(given | {"messages": messages}, max_chars)
+
+    def _tell_unread(self, values: dict[str, Any], known: str) -> None:
+        unread = [name for name in values if name not in self.variables and (values[name] or name not in FIXED)]
+        if unread:
+            level = logging.INFO if FIXED.keys().isdisjoint(unread) else logging.WARNING  # of tools nobody is told
+            told = "The chat template does not read %s, which is ignored; it takes: %s."
+            logger.log(level, told, _listed(unread), known)
 
     def _ask(self, given: dict[str, Any] | None, max_chars: int) -> Any:
         try:
