@@ -119,7 +119,7 @@ def head_weights(spec: ModelSpec, bias: bool) -> list[Weight]:
 
 def _family(base: str, model_type: str, padded: bool, head: str) -> Family:
     return Family(
-        f"{base}Model", model_type, FIELDS, partial(spec_from_hf, padded=padded), DEFAULTS, layer, base=base,
+        f"{base}ForMaskedLM", model_type, FIELDS, partial(spec_from_hf, padded=padded), DEFAULTS, layer, base=base,
         weights=weights, rename=partial(rename, head=head),
     )  # fmt: skip
 

@@ -83,5 +83,6 @@ def weights(spec: ModelSpec) -> list[Weight]:
 
 
 FAMILY = Family(
-    "ModernBertModel", "modernbert", FIELDS, spec_from_hf, DEFAULTS, base="ModernBert", weights=weights, rename=rename
-)
+    "ModernBertForMaskedLM", "modernbert", FIELDS, spec_from_hf, DEFAULTS, base="ModernBert", weights=weights,
+    rename=rename,
+)  # fmt: skip
