@@ -172,7 +172,7 @@ def _any(mask_MW: np.ndarray) -> list[bool]:
 
 def _why_stuck(complete: bool, early: bool) -> str:
     if not complete:
-        return "no token of this vocabulary can come next, logit_bias considered"
+        return "no token of this vocabulary can come next, stop_token_ids and logit_bias considered"
     if early:
         return "the text is complete and cannot go on, but min_new_tokens is not reached; lower it"
     return "the text is complete, but logit_bias bars the tokens that could end it or go on"
