@@ -30,11 +30,13 @@ def close_session(engine: HasContext, session_id: str) -> None:
 
 
 def abort(engine: HasContext, rid: str | None = None, abort_all: bool = False) -> None:
-    """Ends the request with exactly this rid, or all; their calls return what there is, finish type "abort". A rid that
-    is unknown, or has finished, is left alone. Returns at once. Errors: InvalidRequestError."""
+    """Ends the request with exactly this rid, or all of a call that was given it, or all; their calls return what there
+    is, finish type "abort". A rid that is unknown, or has finished, is left alone. Returns at once. Errors:
+    InvalidRequestError."""
     if not abort_all and not isinstance(rid, str):
         raise InvalidRequestError(f"abort needs a rid (a string) or abort_all=True, got rid={told(rid)}.")
-    engine._parts.core.abort_rids(None if abort_all else {str(rid)})
+    core = engine._parts.core
+    core.abort_rids(None if abort_all else core.requests.rids_of(str(rid)))
 
 
 def pause_generation(engine: HasContext, mode: str = "abort") -> None:

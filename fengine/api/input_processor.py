@@ -52,6 +52,9 @@ def process_input(
         raise _together(errors, len(prompts))
     for request in requests if pooled is not None or rank is not None else ():
         request.params, request.dp_rank = replace(request.params, **(pooled or {})), rank
+    if req.rid is not None and not single:
+        for i, request in enumerate(requests):
+            request.call_rid = req.rid if isinstance(req.rid, str) else req.rid[i * len(prompts) // len(requests)]
     return requests, turns, single
 
 

@@ -112,6 +112,7 @@ class Request:
     num_seen: int = 0  # prompt tokens up to here have given their hidden state
     unasked: tuple[float, int] | None = None  # max_new_tokens 0: logprob and id of the token drawn all the same
     dp_rank: int | None = None  # the replica that it must go to, where there are several
+    call_rid: str | None = None  # what its caller calls it, where it is one of several results that need rids
     drafting: Drafting | None = None  # set by Scheduler.add where drafts may be computed for it
 
     def salted(self, page_size: int) -> Mapping[int, Hashable] | None:

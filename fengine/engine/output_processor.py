@@ -43,6 +43,10 @@ class OutputProcessor:
         self.states.update((state.request.rid, state) for state in states)
         self.untold.update(dict.fromkeys(states))
 
+    def rids_of(self, name: str) -> set[str]:
+        """The name, and the rids of what is open of a call that was given it. For any thread."""
+        return {name} | {rid for rid, state in self.states.copy().items() if state.request.call_rid == name}
+
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
     def admit(self, state: RequestState, version: str, refusal: FengineError | None) -> None:

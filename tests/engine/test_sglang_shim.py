@@ -200,6 +200,17 @@ def test_engine_attributes(sglang: ModuleType) -> None:
     manager.abort_request(rid="a_1")
     last = list(stream)[-1]
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    long: dict[str, Any] = {"max_new_tokens": 500, "ignore_eos": True}
+    for prompts, params, rid in (["Once", long | {"n": 2}, "a"], [["Once", "One"], long, "a"],
+                                 [["Once", "One"], long | {"n": 2}, ["b", "a"]]):  # fmt: skip
+        stream, ends = llm.generate(prompts, params, stream=True, rid=rid), dict[int, Any]()
+        first = next(stream)
+        manager.abort_request(rid="a")  # all of a call that was given it, or of one of its prompts
+        if "b" in rid:
+            manager.abort_request(rid="b")
+        for chunk in (first, *stream):
+            ends[chunk["index"]] = chunk["meta_info"]["finish_reason"]
+        assert len(ends) >= 2 and all(end["type"] == "abort" for end in ends.values())
 
     async def paused() -> list[int]:
         await manager.pause_generation()
