@@ -41,13 +41,14 @@ class PoolSize(NamedTuple):
         return (self.windows.num_pages, 0) if self.windows.alone else (self.pages, self.windows.num_pages)
 
 
-def windows_of(config: EngineConfig, spec: ModelSpec, context: int, beside: int = 0) -> Windows | None:
+def windows_of(config: EngineConfig, spec: ModelSpec, context: int) -> Windows | None:
     """How pages of windowed layers go back while a request runs; its number of them is not known yet. Pure. None: no
-    token leaves anything behind, or a draft's own KV (`beside`) lies under ids that only windows have."""
+    token leaves anything behind, or a draft's own KV, which rank 0 alone has, lies under ids that only windows have."""
     alone = len(spec.window_layers) == spec.num_layers
     page_size, step_tokens = config.cache.page_size or 16, config.scheduler.max_step_tokens or 1
+    drafts = config.speculation.algorithm.drafts
     windows = Windows(spec.window, block_of(spec.head_dim), page_size, 0, step_tokens, alone)
-    if not spec.causal or not spec.window or not windows.window_start(context) or (alone and beside):
+    if not spec.causal or not spec.window or not windows.window_start(context) or (alone and drafts):
         return None
     return windows
 
@@ -63,7 +64,7 @@ def pool_size(
     Errors: OutOfMemoryError naming the knobs."""
     page_size = config.cache.page_size or 16
     most = rows * (-(-context // page_size))  # more could never be used at once
-    windows, asked = windows_of(config, spec, context, beside), config.cache.max_total_tokens
+    windows, asked = windows_of(config, spec, context), config.cache.max_total_tokens
     need = 0 if windows is None else rows * windows.least + windows.step_tokens // page_size
     if asked is not None:
         pages = asked // page_size

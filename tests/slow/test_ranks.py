@@ -81,9 +81,15 @@ def test_two_ranks_give_the_bits_of_one() -> None:
 SELF = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "box", "speculative_adaptive": False}
 
 
-@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "EAGLE3"])
-def test_drafts_over_two_ranks_change_no_bit(algorithm: str, tmp_path: Path) -> None:
+WINDOWED = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}  # in every layer
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes"), [("NGRAM", {}), ("STANDALONE", {}), ("EAGLE3", {}), ("STANDALONE", WINDOWED)]
+)
+def test_drafts_over_two_ranks_change_no_bit(algorithm: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Rank 0 guesses, by the whole draft; the others compute their part of what it guessed."""
+    settings = SETTINGS | {"json_model_override_args": changes}
     more: dict[str, Any] = SELF | {"speculative_algorithm": algorithm}
     if algorithm == "NGRAM":
         more = {"speculative_algorithm": "NGRAM"}
@@ -91,9 +97,9 @@ def test_drafts_over_two_ranks_change_no_bit(algorithm: str, tmp_path: Path) -> 
         more["speculative_draft_model_path"] = eagle_heads.write(
             tmp_path, json.loads((BOX / "config.json").read_text())
         )
-    with Engine(**SETTINGS) as one:
+    with Engine(**settings) as one:
         want = results(one, hidden=False)
-    with Engine(**SETTINGS, **more, tp_size=2) as two:
+    with Engine(**settings, **more, tp_size=2) as two:
         assert results(two, hidden=False) == want
         stats = two.stats()
     least = {"NGRAM": 0, "EAGLE3": 0, "STANDALONE": 20}[algorithm]  # how many of them are right
