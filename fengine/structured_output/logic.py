@@ -46,13 +46,14 @@ class Logic:
         self.document = document
 
     def resolved(self, value: Any) -> Any:
-        """What a schema says, and what it refers to, as one object: all of either if they do not contradict."""
+        """What a schema says, and what it refers to, as one object."""
         for _ in range(16):
             if not isinstance(value, dict) or "$ref" not in value:
                 break
             found = look_up(self.document, keywords.target(value))
             beside = {key: item for key, item in value.items() if key != "$ref"}
-            value = beside | found if isinstance(found, dict) else {} if found is not False else False
+            apart = isinstance(found, dict) and beside.keys().isdisjoint(found)
+            value = beside | found if apart else {"allOf": [beside, found]} if beside else found
         return value
 
     def values(self, value: Any) -> list[Any] | None:

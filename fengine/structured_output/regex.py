@@ -25,12 +25,13 @@ _NARROW = {"DIGIT": "0123456789", "SPACE": " \t\n\r\f\v",
            "WORD": "0123456789_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"}  # fmt: skip
 
 
-def explicit(pattern: str, what: str, *, searched: bool = False) -> str:
-    """`pattern` for a whole text, written out. `searched`: for a place in a text, so ^ and $ at its ends stay. `what`
-    names it in errors. Errors: GrammarError. Pure."""
+def explicit(pattern: str, what: str, *, searched: bool = False, widest: bool = False) -> str:
+    """`pattern` for a whole text, written out. `searched`: for a place in a text, so ^ and $ at its ends stay.
+    `widest`: all that any reading allows, for what must not be missed. `what` names it in errors. Errors: GrammarError.
+    Pure."""
     try:
         tree = parse(pattern)
-        return _Writer(f"{what} {pattern!r:.200}", searched).sequence(tree, tree.state.flags, True, True)
+        return _Writer(f"{what} {pattern!r:.200}", searched, widest).sequence(tree, tree.state.flags, True, True)
     except GrammarError:
         raise
     except (re.error, OverflowError, RecursionError, InvalidRequestError) as error:
@@ -38,8 +39,8 @@ def explicit(pattern: str, what: str, *, searched: bool = False) -> str:
 
 
 class _Writer:
-    def __init__(self, whole: str, searched: bool) -> None:
-        self.whole, self.searched, self.times = whole, searched, 1
+    def __init__(self, whole: str, searched: bool, widest: bool) -> None:
+        self.whole, self.searched, self.widest, self.times = whole, searched, widest, 1
 
     def sequence(self, items: Any, flags: int, first: bool, last: bool) -> str:
         """`first`, `last`: nothing that reads a character stands in front of it, or behind it."""
@@ -66,7 +67,8 @@ class _Writer:
                 raise GrammarError(
                     f"{self.whole} has an anchor inside; only ^ at its beginning and $ at its end can be"
                 )
-            return ("^" if begins else "$") if self.searched else ""
+            end = "\\n?$" if self.widest and str(value) == "AT_END" else "$"  # as in Python
+            return ("^" if begins else end) if self.searched else ""
         ranges = self.one(kind, value, flags)
         if not ranges:
             raise GrammarError(f"{self.whole} holds a class that no character is in")
@@ -88,23 +90,24 @@ class _Writer:
         """The characters that an item for one character stands for. Errors: InvalidRequestError for any other item."""
         known = kind in ("LITERAL", "NOT_LITERAL", "IN", "ANY")
         if known and not flags & _IGNORECASE:  # nearly always
-            return plain(kind, value, flags)
+            return plain(kind, value, flags, self.widest)
         tests = [one_character(self.whole, kind, value, f) for f in (flags & ~_ASCII, flags & ~_UNICODE | _ASCII)]
-        caseless = common(plain(kind, value, flags), complement(of(_cased())))
-        return common(*(union(caseless, of("".join(test.findall(_cased())))) for test in tests))
+        caseless = common(plain(kind, value, flags, self.widest), complement(of(_cased())))
+        sets = (union(caseless, of("".join(test.findall(_cased())))) for test in tests)
+        return (union if self.widest else common)(*sets)
 
 
-def plain(kind: str, value: Any, flags: int) -> Ranges:
+def plain(kind: str, value: Any, flags: int, widest: bool) -> Ranges:
     """What an item for one character stands for, but for case. Pure."""
-    if kind == "ANY":
-        return complement(() if flags & _DOTALL else of("\n\r\u2028\u2029"))  # that `.` leaves out, here or there
+    if kind == "ANY":  # what `.` leaves out, everywhere or here and there
+        return complement(() if flags & _DOTALL else of("\n" if widest else "\n\r\u2028\u2029"))
     if kind == "LITERAL" and not SURROGATES[0] <= value <= SURROGATES[1]:
         return ((value, value),)
     items = [(str(name), what) for name, what in value] if kind == "IN" else [("LITERAL", value)]
     negated, sets = kind == "NOT_LITERAL", list[Ranges]()
     for name, what in items:
         if name == "CATEGORY":
-            sets.append(category(str(what).removeprefix("CATEGORY_"), most=("NEGATE", None) in items))
+            sets.append(category(str(what).removeprefix("CATEGORY_"), most=(("NEGATE", None) in items) != widest))
         elif name == "NEGATE":
             negated = True
         else:

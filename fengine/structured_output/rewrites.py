@@ -123,7 +123,7 @@ def property_names(logic: Logic, node: Node) -> None:
     listed = logic.values(names)
     if len(said) == 1 and listed is not None and not set(known) - set(map(str, listed)):
         node["properties"] = {name: rest for name in listed if isinstance(name, str)} | known
-    elif said == {"pattern"} and all(re.search(names["pattern"], name) for name in known):
+    elif said == {"pattern"} and all(rest in (True, {}) and re.search(names["pattern"], name) for name in known):
         node["patternProperties"] = {names["pattern"]: rest}
     elif said:
         return

@@ -134,7 +134,9 @@ def _hold(node: Node, at: str) -> None:
         node["pattern"] = explicit(node["pattern"], what, searched=True)
         keywords.check_pattern(node["pattern"], at)
     if named := node.get("patternProperties"):
-        node["patternProperties"] = {explicit(name, what, searched=True): item for name, item in named.items()}
+        wide = node.get("additionalProperties") is not False  # a name that is missed would be an additional one
+        written = {explicit(name, what, searched=True, widest=wide): item for name, item in named.items()}
+        node["patternProperties"] = written
     if node.get("minProperties", 0) > 1 and (named or node.get("additionalProperties", True) is not False):
         raise GrammarError(
             f"json_schema: minProperties at {at} needs additionalProperties: false and no patternProperties, for "
