@@ -1,7 +1,7 @@
 """Chats to prompts: messages rendered by the model's template, as text or as token ids."""
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 from fengine.api.chat_images import has_places, without_images
 from fengine.api.context import EngineContext
@@ -43,6 +43,14 @@ async def async_chat(
     return await engine.async_generate(None, sampling_params, ids, stream=stream, **with_images(more, images))
 
 
+# fmt: off
+@overload
+def apply_chat_template(engine: Any, messages: Chat, tools: Any = None, add_generation_prompt: bool = True,
+                        tokenize: Literal[False] = False, **chat_template_kwargs: Any) -> str: ...
+@overload
+def apply_chat_template(engine: Any, messages: Chat, tools: Any = None, add_generation_prompt: bool = True, *,
+                        tokenize: Literal[True], **chat_template_kwargs: Any) -> list[int]: ...
+# fmt: on
 def apply_chat_template(
     engine: Any, messages: Chat, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
     **chat_template_kwargs: Any,
@@ -50,7 +58,7 @@ def apply_chat_template(
     """A chat as the text that the model sees, or with `tokenize` as its ids. Errors: as `chat`."""
     tokenizer, values = _template(engine._context, tools, chat_template_kwargs)
     render = tokenizer.encode_chat if tokenize else tokenizer.apply_chat_template
-    return render(plain(messages), add_generation_prompt=add_generation_prompt, **values)
+    return render(_shown(engine._context, plain(messages))[0], add_generation_prompt=add_generation_prompt, **values)
 
 
 def chat_ids(
@@ -74,13 +82,19 @@ def rendered(
     how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     ids, images = [], []
     for one in messages if several else [messages]:
-        said, own = without_images(one)
-        said = plain(said)
-        if not own and context.parts.images is None and has_places(said):  # its template would write the part as text
-            raise InvalidRequestError("messages have the place of an image, but this model takes none; leave it out.")
+        said, own = _shown(context, one)
         ids.append(tokenizer.encode_chat(said, **values, **how))
         images.append(own or None)
     return (ids, images if any(images) else None) if several else (ids[0], images[0])
+
+
+def _shown(context: EngineContext, messages: Any) -> tuple[Any, list[Any]]:
+    """(a plain chat as its template sees it, its images). Errors: InvalidRequestError."""
+    messages, images = without_images(messages)
+    said = plain(messages)
+    if context.parts.images is None and has_places(said):  # its template would write the part as text
+        raise InvalidRequestError("messages have the place of an image, but this model takes none; leave it out.")
+    return said, images
 
 
 def with_images(more: Any, images: Any) -> Any:

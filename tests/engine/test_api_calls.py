@@ -303,8 +303,9 @@ def test_chats_are_encoded_through_the_template() -> None:
         wanted = engine.encode(ids)["embedding"]
         assert engine.encode(chat)["embedding"] == wanted  # type: ignore[arg-type]
         assert [o["embedding"] for o in engine.encode([chat, chat])] == [wanted] * 2  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequestError, match="place of an image, but this model takes none"):
-            engine.chat_ids([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}])
+        for encoded in (engine.chat_ids, engine.apply_chat_template):
+            with pytest.raises(InvalidRequestError, match="place of an image, but this model takes none"):
+                encoded([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}])
 
 
 def test_memory_that_ends_in_a_call_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,9 @@ def test_answers_about_pictures_that_it_has_not_seen() -> None:
     rows = [row for kind in BOUNDS for row in asked[kind]]
     assert len(rows) == EACH * len(BOUNDS)
     with Engine(model_path="box-vl", device="cpu") as engine:
-        chats = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["question"]}]}]
-                 for row in rows]  # fmt: skip
+        parts = [[{"type": "image", "image": r["picture"]}, {"type": "text", "text": r["question"]}] for r in rows]
         found = engine.generate(
-            input_ids=[engine.tokenizer.encode_chat(chat) for chat in chats],
+            input_ids=[engine.apply_chat_template([{"role": "user", "content": p}], tokenize=True) for p in parts],
             image_data=[row["picture"] for row in rows],
             sampling_params={"temperature": 0.0, "max_new_tokens": 32},
         )

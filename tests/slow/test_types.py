@@ -47,6 +47,7 @@ reveal_type(llm.score("q", ["a"], label_token_ids=[1]))  # ScoreResult
 reveal_type(llm.flush_cache().success)  # bool
 reveal_type(llm.update_weights_from_disk("other").message)  # str
 reveal_type(llm.open_session(1000))  # str | None
+reveal_type(llm.apply_chat_template([{"role": "user"}], tokenize=True))  # list[int]
 reveal_type(llm.server_args.page_size)  # int | None
 reveal_type(fengine.__version__)  # str
 llm.generate("Hello", retrun_logprob=True)  # error
