@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,8 +81,10 @@ class FunctionCallParser:
             raise UnsupportedFeatureError(f"{told}; there are {', '.join(FORMS)}.")
         self._names = [tool.function.name for tool in tools]
         functions = [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in tools]
-        self._new = partial(OutputParser, FORMS[tool_call_parser], functions=functions)
+        self._form = FORMS[tool_call_parser]
+        self._new = partial(OutputParser, self._form, functions=functions)
         self._parser = self._new()
+        self._text, self._count = "", 0  # of a stream so far; its calls that are told
 
     def has_tool_call(self, text: str) -> bool:
         return bool(self.parse_non_stream(text)[1])
@@ -93,7 +95,13 @@ class FunctionCallParser:
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, list[ToolCallItem]]:
         """What a piece adds; a call comes as a whole, with its last piece."""
-        return self._told(self._parser.feed(chunk_text))
+        found = self._parser.feed(chunk_text)
+        self._text += chunk_text
+        if not self._form.end and (found.calls or chunk_text.rstrip().endswith(("}", "]"))):
+            whole = self._new().feed(self._text, last=True)  # nobody tells which piece is the last
+            calls = tuple(call for call in whole.calls if call.problem is None)[self._count :]
+            self._count, found = self._count + len(calls), replace(found, calls=calls)
+        return self._told(found)
 
     def _told(self, found: Delta) -> tuple[str, list[ToolCallItem]]:
         items = [

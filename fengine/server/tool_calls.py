@@ -162,7 +162,7 @@ def _read_marked(body: str, begin: str, gap: str, end: str) -> list[ToolCall]:
         name, arguments = re.split(f"{re.escape(gap)}|```json", head)[0], brace + arguments
         if "```json" in head:  # DeepSeek V3 and R1
             arguments = arguments.rpartition("```")[0] or arguments
-        name = re.sub(r"^functions\.(.*):\d+$", r"\1", name.strip())
+        name = re.sub(r"^(?:functions\.)?(.*):\d+$", r"\1", name.strip())
         calls.append(call_of({"name": name, "arguments": arguments}, part))
     return calls
 

@@ -29,6 +29,8 @@ WRITTEN = {  # by the name of a format: a call of `weather`
     "lfm2": "<|tool_call_start|>[weather(city='Köln')]<|tool_call_end|>",
 }
 
+GPT_OSS = '<|channel|>commentary to=functions.weather<|message|>{"city": "Köln"}<|call|>'
+
 
 @pytest.mark.parametrize(
     ("kind", "text", "wanted"),
@@ -118,9 +120,12 @@ def test_calls_are_told_from_the_text(name: str) -> None:
 
 
 def test_calls_in_pieces_and_of_unknown_tools() -> None:
-    parser, text = FunctionCallParser(TOOLS, "qwen25"), f"Wait. {WRITTEN['qwen25']}"
-    found = [parser.parse_stream_chunk(char) for char in text]
-    assert "".join(part for part, _ in found).strip() == "Wait." and sum((calls for _, calls in found), []) == [ITEM]
+    text = f"Wait. {WRITTEN['qwen25']}"
+    for name, said in (WRITTEN | {"qwen25": text, "gpt-oss": GPT_OSS}).items():
+        parser, times = FunctionCallParser(TOOLS, name), 2 if name == "llama3" else 1
+        found = [parser.parse_stream_chunk(char) for char in ";".join([said] * times)]
+        assert sum((calls for _, calls in found), []) == [ITEM] * times
+        assert "".join(part for part, _ in found).strip() == ("Wait." if name == "qwen25" else "")
     assert FunctionCallParser([], "qwen25").parse_non_stream(WRITTEN["qwen25"])[1] == []
     cut = text[:-20]  # what cannot be read stays text, whole and in pieces
     assert FunctionCallParser(TOOLS, "qwen25").parse_non_stream(cut) == (cut, [])

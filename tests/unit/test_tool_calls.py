@@ -39,7 +39,7 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
                                  'function<｜tool▁sep｜>now\n```json\n{"x": "```"}\n```'), "",
      [("now", {"x": "```json\n{}\n```"}), ("now", {"x": "```"})]),
     ("kimi", 'I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>'
-     '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>functions.weather:1<|tool_call_argument_begin|>'
+     '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>weather:1<|tool_call_argument_begin|>'
      '{"city": "Rome", "days": 3}<|tool_call_end|><|tool_calls_section_end|>', "I look.", [PARIS, ROME]),
     ("qwen_xml", "<tool_call><function=now></function>\n", "", [("now", {})]),
     ("minimax", '<minimax:tool_call><invoke name="now"></invoke>', "", [("now", {})]),
