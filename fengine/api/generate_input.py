@@ -236,10 +236,12 @@ def refuse_lists(given: dict[str, Any]) -> None:
 
 
 def routed_rank(rank: Any, deprecated: Any, size: int) -> int | None:
-    """The replica that a call is pinned to, of so many."""
+    """The replica that a call is pinned to, of so many; None: to none."""
     if deprecated is not None:
         warnings.warn("data_parallel_rank is deprecated; use routed_dp_rank", DeprecationWarning, stacklevel=6)
         rank = deprecated if rank is None else rank
+    if rank is None:
+        return None
     found = exact_int(rank)
     if found is None or not 0 <= found < size:
         raise InvalidRequestError(f"routed_dp_rank={told(rank)} out of range [0, {size})")

@@ -31,9 +31,6 @@ def process_input(
     embeddings, and these are their further parameters. Modifies: `context.indices`.
     Errors: InvalidRequestError and its kinds, UnsupportedFeatureError."""
     prompts, single = split_batch(req, {} if pooled else context.preferred)
-    ranks, rank = (req.routed_dp_rank, req.data_parallel_rank), None
-    if any(given is not None for given in ranks):
-        rank = routed_rank(*ranks, context.parts.config.parallel.dp_size)
     indices = range(len(prompts)) if pooled else list(islice(context.indices, len(prompts)))
     requests: list[Request] = []
     turns: dict[str, Turn] = {}
@@ -50,11 +47,11 @@ def process_input(
             errors.append((i, error))
     if errors:
         raise _together(errors, len(prompts))
-    for request in requests if pooled is not None or rank is not None else ():
-        request.params, request.dp_rank = replace(request.params, **(pooled or {})), rank
-    if req.rid is not None and not single:
-        for i, request in enumerate(requests):
-            request.call_rid = req.rid if isinstance(req.rid, str) else req.rid[i * len(prompts) // len(requests)]
+    rank = routed_rank(req.routed_dp_rank, req.data_parallel_rank, context.parts.config.parallel.dp_size)
+    for i, request in enumerate(requests):
+        request.params = replace(request.params, **pooled) if pooled else request.params
+        request.dp_rank = rank
+        request.call_rid = req.rid[i * len(prompts) // len(requests)] if isinstance(req.rid, list) else req.rid
     return requests, turns, single
 
 
@@ -93,7 +90,7 @@ def _check(
     if asked[0].top_logprobs or asked[0].logprob_ids:
         call_options.check_amount(asked[0], len(asked), len(ids), most)
     early_ids = params.end_ids(parts.eos_ids) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
-    further = call_options.queue_options(parts, context.args, prompt)
+    further = _further(context, prompt)
     return [
         Request(
             rid=rid,
@@ -110,6 +107,14 @@ def _check(
         )
         for sample, (rid, own) in enumerate(zip(prompt.rid, asked, strict=True))
     ]
+
+
+def _further(context: EngineContext, prompt: GenerateReqInput) -> dict[str, Any]:
+    """The fields of Request for what most calls leave out. Errors: InvalidRequestError; AdapterError."""
+    given = (prompt.lora_path, prompt.cache_salt, prompt.priority)
+    if context.args.enable_priority_scheduling or any(value is not None for value in given):
+        return call_options.queue_options(context.parts, context.args, prompt)
+    return {}
 
 
 def _asked(context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, count: int) -> SamplingParams:
