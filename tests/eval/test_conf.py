@@ -128,6 +128,7 @@ def test_experiments() -> None:
     swept = compose("-m", "experiment=temperatures")
     assert [(c.sampling.temperature, c.seed) for c in swept] == list(itertools.product([0, 0.5, 1.0], [1, 2]))
     assert len(compose("experiment=temperatures")) == 1
+    assert {c.seed for c in compose("-m", "experiment=temperatures", "++seed=5")} == {5}, "what is given counts"
 
 
 def test_a_users_directory(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_groups_have_metrics_of_their_own(tmp_path: Path) -> None:
         ({"shots": 2}, "task.examples"),
         ({"examples": "e.jsonl"}, "task.shots=N"),
         ({"shots": 2, "examples": "e.jsonl"}, "a template"),
+        ({"shots": 2, "examples": "e.jsonl", "prompt": "x", "target": None, "match": Match.none}, "task.target"),
         ({"shots": -1, "examples": "e.jsonl", "prompt": "x"}, "task.shots must be at least 1"),
         ({"kind": TaskKind.perplexity, "group_by": "x"}, "task.group_by is for kind=generate and kind=choice"),
     ],

@@ -179,6 +179,8 @@ def test_texts_and_paths_need_no_second_quotes(tmp_path: Path) -> None:
     assert config("prompts=a=ü.txt").prompts == "a=ü.txt"
     found = points(parse([r"task.extract=(\d+), (a)", "task=capitals"], EVAL), EVAL)[0].config
     assert found.task.extract == r"(\d+), (a)"
+    words = ["task=capitals", r"task.judge={prompt: '{response}?\n', choices: [no, yes]}"]
+    assert points(parse(words, EVAL), EVAL)[0].config.task.judge.prompt == "{response}?\n"
     assert [p.config.out for p in points(parse(["-m", "out=a.jsonl,b.jsonl"], RUN), RUN)] == ["a.jsonl", "b.jsonl"]
     (rows := tmp_path / "rows.jsonl").touch()
     with pytest.raises(ConfigError, match=r"prompts=\[…\] is a list of texts, and .*is a file"):

@@ -182,7 +182,7 @@ def test_seeds_are_folded() -> None:
         metrics = None if value is None else {"acc": {"value": value, "stderr": 0.5, "n": 9}}
         return PointStatus(name, "0", status, None, 9, 1, metrics)
 
-    swept = [point(f"task=a  x={x}  seed={seed}", x + seed / 10) for x in (1, 2) for seed in (0, 2, 4)]
+    swept = [point(f"task=a  x={x}  ++seed={seed}", x + seed / 10) for x in (1, 2) for seed in (0, 2, 4)]
     swept += [point("task=a  x=3  seed=0", 7.0), point("task=a  x=3  seed=2", None, "failed")]
     one, two, three = over_seeds(swept)
     assert (one.point, one.rows, one.failed, one.status) == ("task=a  x=1  3 seeds", 27, 3, "ok")

@@ -272,7 +272,7 @@ def _sweep(
 def _axes(master: DictConfig, given: Sequence[Override], schema: Schema) -> list[Override]:
     """The overrides of a sweep: those of `hydra.sweeper.params` that are not given again, then those given. Errors:
     ConfigError for what has no grid, or too many points."""
-    known, number = {o.get_key_element() for o in given}, 1
+    known, number = {o.get_key_element().lstrip("+") for o in given}, 1
     words = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
     axes = [*(o for o in parsed(words, schema) if o.get_key_element() not in known), *given]
     for axis in filter(Override.is_sweep_override, axes):

@@ -51,7 +51,7 @@ FIXED_HYDRA: tuple[tuple[str, Any, str], ...] = (
 
 # Values that are texts: on the command line, whose grammar knows no escapes, \n and \t in them are the characters.
 TEXT_KEYS = ("task.prompt", "task.stop", "task.delimiter", "sampling.stop", "prompts", "chat.system",
-             "task.judge.prompt", "task.judge.system")  # fmt: skip
+             "task.judge", "task.judge.prompt", "task.judge.system")  # fmt: skip
 _ESCAPE = re.compile(r"(\\+)([nrt])")
 
 

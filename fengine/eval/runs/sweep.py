@@ -138,7 +138,7 @@ def words_of(point: str) -> list[str]:
 
 def without_seed(point: str) -> str:
     """A point's name without the word that gives its seed. Pure."""
-    return "  ".join(word for word in words_of(point) if not word.startswith("seed="))
+    return "  ".join(word for word in words_of(point) if not word.lstrip("+").startswith("seed="))
 
 
 def over_seeds(points: Sequence[PointStatus]) -> list[PointStatus]:

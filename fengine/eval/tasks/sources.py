@@ -97,7 +97,7 @@ def _open(path: Path, plain: bool) -> BinaryIO:
     try:
         if not path.is_file():
             problem = "is not a file" if path.exists() else "does not exist"
-            where = "a relative path is relative to the YAML that names it"
+            where = "a task's paths are under the folder of task/NAME.yaml, or with task.data=FILE the current one"
             where = f"check the path (relative to {Path.cwd()})" if plain else where
             raise InputFileError(f"{name} {problem}; {where}")
         file = path.open("rb")

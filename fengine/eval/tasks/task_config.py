@@ -144,8 +144,8 @@ def _of_kinds(config: TaskConfig) -> dict[str, bool]:
         "task.delimiter is for kind=choice and for task.shots": config.kind is TaskKind.generate
         and not shots
         and config.delimiter != TaskConfig.delimiter,
-        "task.shots needs task.examples=FILE.jsonl and a template: task.prompt": shots
-        and not (config.examples and config.prompt),
+        "task.shots needs task.examples=FILE.jsonl, a template: task.prompt, and references: task.target": shots
+        and not (config.examples and config.prompt and config.target),
         "task.examples is shown by task.shots=N": config.examples is not None and not shots,
     }
 
