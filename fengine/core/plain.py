@@ -26,7 +26,9 @@ class Handles:
         for name, known in self.processors.items():
             if known is processor:
                 return name
-        raise UnsupportedFeatureError("a logit processor that is not registered by name stays in its process")
+        raise UnsupportedFeatureError(
+            "a logit processor stays in this process; leave it out, or set parallel.dp_size=1"
+        )
 
 
 def to_plain(value: Any, handles: Handles) -> Any:

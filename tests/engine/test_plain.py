@@ -117,7 +117,7 @@ def test_a_processor_without_a_name_stays_in_its_process() -> None:
     made = {"much": 1.0, "__req__": object()}  # by the last call: the next one makes another
     told = to_plain(SamplingParams(processor=push, custom_params=made), handles)
     assert told == {"processor": "push", "custom_params": {"much": 1.0}}
-    with pytest.raises(UnsupportedFeatureError, match="not registered by name"):
+    with pytest.raises(UnsupportedFeatureError, match="stays in this process; .*parallel.dp_size=1"):
         to_plain(SamplingParams(processor=lambda logits, params: logits), handles)
 
 
