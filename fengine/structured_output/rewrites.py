@@ -5,7 +5,7 @@ equivalent is left, and is then refused by name. Where a format is held by a pat
 format through, if not always all of them. No torch."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice, permutations
 from typing import Any
 
@@ -123,13 +123,18 @@ def property_names(logic: Logic, node: Node) -> None:
     listed = logic.values(names)
     if len(said) == 1 and listed is not None and not set(known) - set(map(str, listed)):
         node["properties"] = {name: rest for name in listed if isinstance(name, str)} | known
-    elif said == {"pattern"} and all(rest in (True, {}) and re.search(names["pattern"], name) for name in known):
+    elif said == {"pattern"} and _all_match(names["pattern"], known, rest):
         node["patternProperties"] = {names["pattern"]: rest}
     elif said:
         return
     del node["propertyNames"]
     if said:
         node["additionalProperties"] = False
+
+
+def _all_match(pattern: str, known: Iterable[str], rest: Any) -> bool:
+    """Whether a pattern of names asks nothing more of the named properties. Pure."""
+    return all(rest in (True, {}) and re.search(pattern, name) for name in known)
 
 
 def unevaluated(_: Logic, node: Node) -> None:

@@ -56,7 +56,7 @@ class TaskConfig(Tuples):
     name: str = "???"  # of the task, in records
     version: str = "1"  # changes whenever scores of the same outputs would
     kind: TaskKind = TaskKind.generate
-    data: str | None = None  # a file, relative to the YAML that names it
+    data: str | None = None  # a file; in a YAML of tasks relative to it
     prompts: tuple[Any, ...] | None = None  # in place of data: texts, or objects as a line of data holds
     format: Format = Format.auto
     split: str = "test"  # of a Hugging Face dataset
