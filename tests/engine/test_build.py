@@ -11,7 +11,16 @@ import torch
 
 from fengine import Engine
 from fengine.api.features import FEATURES
-from fengine.config import CacheConfig, EngineConfig, Hardware, LoadFormat, ModelConfig, SchedulerConfig, resolve
+from fengine.config import (
+    Algorithm,
+    CacheConfig,
+    EngineConfig,
+    Hardware,
+    LoadFormat,
+    ModelConfig,
+    SchedulerConfig,
+    resolve,
+)
 from fengine.core.owned import Folder
 from fengine.engine.build import build
 from fengine.engine.load import load
@@ -96,7 +105,8 @@ def test_a_model_of_windows_alone_has_more_page_ids_than_pages() -> None:
     assert size.stored == (101, 0) and size.pages == 801
     kv = new_pool(spec, size, 4, torch.float32, "cpu")
     assert pool_bytes(spec, size, 4, torch.float32) == sum(x.nbytes for x in kv.tensors) == 101 * 4 * 2 * 32
-    assert pool_size(asked, spec, torch.float32, 2, 4096, beside=1) == PoolSize(101, None)  # a draft needs all
+    drafting = replace(asked, speculation=replace(asked.speculation, algorithm=Algorithm.eagle3))  # whose KV needs all
+    assert pool_size(drafting, spec, torch.float32, 2, 4096) == PoolSize(101, None)
     small = replace(config, cache=replace(config.cache, max_total_tokens=64))
     assert pool_size(small, spec, torch.float32, 2, 4096).pages == 17  # a window does not fit: rows are shorter
     assert not pool_size(config, replace(spec, causal=False), torch.float32, 2, 4096).windows
