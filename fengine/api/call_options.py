@@ -9,6 +9,7 @@ from fengine.api.context import EngineContext, HasContext
 from fengine.api.generate_input import GenerateReqInput, with_preferred
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Turn
+from fengine.core.images import ImageSpan
 from fengine.core.parameter_kinds import json_like
 from fengine.core.request import Adapter
 from fengine.core.sampling_params import Parameter, Range, SamplingParams
@@ -192,17 +193,18 @@ def hidden_asked(args: ServerArgs, value: Any) -> str | None:
 def prompt_in_place(context: EngineContext, prompt: GenerateReqInput, ids: list[int], turns: dict[str, Turn]) -> Prompt:
     """All prompt ids, with placeholders for each part of their images; of a session's turn those of its context, too.
     Modifies: `turns`, to which a session's turn goes. Errors: InvalidRequestError and kinds."""
-    images, pictures = context.parts.images, ()
+    images = context.parts.images
     if images is None:
         refuse_images(prompt.image_data)
-    else:
-        pictures = images.read(prompt.image_data)
-    if prompt.session_params is not None:
-        bos_id = None if context.parts.tokenizer is None else context.parts.tokenizer.bos_id
-        turn = context.sessions.prepare(prompt.session_params, ids, prompt.rid[0], bos_id)
-        turns[turn.rid] = turn
-        turn.images = pictures
-        ids, pictures = turn.prompt(-1 if images is None else images.placeholder)
-        if not ids:
-            raise InvalidRequestError("session_params['offset'] leaves nothing of the context; the prompt is empty.")
-    return Prompt(ids) if images is None else images.prompt(ids, pictures)
+    own = Prompt(ids) if images is None else images.prompt(ids, images.read(prompt.image_data))
+    if prompt.session_params is None:
+        return own
+    bos_id = None if context.parts.tokenizer is None else context.parts.tokenizer.bos_id
+    turn = context.sessions.prepare(prompt.session_params, own.ids, prompt.rid[0], bos_id)
+    turns[turn.rid] = turn
+    moved = len(turn.ids) - len(own.ids)  # by a bos token that went
+    turn.images = tuple(ImageSpan(start + moved, image) for start, image in own.spans)
+    ids, spans = turn.prompt()
+    if not ids:
+        raise InvalidRequestError("session_params['offset'] leaves nothing of the context; the prompt is empty.")
+    return Prompt(ids) if images is None else images.placed(ids, spans)

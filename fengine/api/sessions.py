@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fengine.core.images import ImageSpan
 from fengine.core.sampling_params import Parameter, Range
 from fengine.core.scalars import flag, integer, told
 from fengine.engine.request_state import RequestState
@@ -69,27 +70,30 @@ class Turn:
     session_id: str
     parent: "Turn | None"
     kept: int  # tokens of the parent's context that it continues
-    ids: list[int]  # its own prompt, with one placeholder for each image
+    ids: list[int]  # its own prompt
     replaced: "tuple[Turn, ...]" = ()  # turns that go when it comes
     state: RequestState | None = None  # its request while that runs
     output: list[int] | None = None  # once it has finished
     aborted: bool = False
     children: "list[Turn]" = field(default_factory=list)
-    images: tuple[Any, ...] = ()  # of its own prompt
+    images: tuple[ImageSpan, ...] = ()  # in its own prompt
 
-    def prompt(self, placeholder: int = -1) -> tuple[list[int], list[Any]]:
-        """All its prompt tokens, those that come from the turns above included, and their images."""
+    def prompt(self) -> tuple[list[int], list[ImageSpan]]:
+        """All its prompt tokens, those that come from the turns above included, and where images stand in them. Errors:
+        SessionError if an image is cut."""
         chain: list[Turn] = [self]
         while chain[-1].parent is not None:
             chain.append(chain[-1].parent)
-        ids, images = list[int](), list[Any]()
+        ids, images = list[int](), list[ImageSpan]()
         for turn in reversed(chain):
             if turn.parent is not None:
                 ids += turn.parent.output or ()
             del ids[turn.kept :]
-            images = images[: ids.count(placeholder)] if images else images
+            images = [span for span in images if span.start < len(ids)]
+            if images and images[-1].start + images[-1].image.tokens > len(ids):
+                raise SessionError("session_params['offset'] cuts an image; give one in front of it or behind it.")
+            images += [ImageSpan(len(ids) + start, image) for start, image in turn.images]
             ids += turn.ids
-            images += turn.images
         return ids, images
 
     @property

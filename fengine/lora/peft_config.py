@@ -7,12 +7,12 @@ is off (null, false, 0, empty). Matching follows PEFT 0.21 (`check_target_module
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fengine.errors import AdapterError, InvalidRequestError, ModelLoadError
-from fengine.tokenizer.stop_regex import StopRegex, StopRegexSearch
+from fengine.tokenizer.stop_regex import inside, one_character, parse
 from fengine.worker.safetensors_file import read_json
 
 CONFIG = "adapter_config.json"
@@ -21,7 +21,9 @@ HARMLESS = {  # what training needed, and what says nothing about the result
     "lora_dropout", "megatron_core", "qalora_group_size", "runtime_config", "eva_config",
 }  # fmt: skip
 MAX_RANK = 4096
-PLAIN = re.compile(r"[^*+?{}()|\\\[\]]*")  # a pattern that `re` reads in linear time
+MAX_WORK = 1 << 17  # pieces of a pattern that are tried on one name
+EDGES = {"AT_BEGINNING": "^", "AT_BEGINNING_STRING": r"\A", "AT_BOUNDARY": r"\b", "AT_NON_BOUNDARY": r"\B",
+         "AT_END": "$", "AT_END_STRING": r"\Z"}  # fmt: skip
 ALL_LINEAR = "all-linear"
 
 
@@ -181,18 +183,55 @@ def _matches(names: tuple[str, ...] | str, module: str) -> bool:
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
     """The first key that means this module; else the module's own name."""
-    return next((key for key in patterns if _fullmatch(rf"(?:.*\.)?(?:{key})", module, key)), module)
+    return next((key for key in patterns if _fullmatch(rf"(.*\.)?({key})", module)), module)
 
 
-def _fullmatch(pattern: str, text: str, plain: str = "*") -> bool:
-    """`re.fullmatch` in time linear in the text. `plain`: the part of the pattern that came from the file.
-
-    Errors: AdapterError.
-    """
+def _fullmatch(pattern: str, text: str) -> bool:
+    """`re.fullmatch` in bounded time: not each way in which a pattern may match is tried, but each place which any of
+    them reaches. Errors: AdapterError."""
     try:
-        if PLAIN.fullmatch(plain):
-            return re.fullmatch(pattern, text) is not None
-        return StopRegexSearch([StopRegex(rf"\A(?:{pattern})\Z")]).feed(text) is not None
-    except (re.error, InvalidRequestError) as error:
-        why = str(error).removeprefix("stop_regex ")
-        raise AdapterError(f"a pattern of {CONFIG} cannot be used: {why}") from None
+        tree = parse(pattern)
+        return len(text) in _ends(tree, text, {0}, tree.state.flags, iter(range(MAX_WORK)))
+    except (re.error, OverflowError, RecursionError, InvalidRequestError) as error:
+        raise AdapterError(f"a pattern of {CONFIG} cannot be used: {error}") from None
+
+
+def _ends(items: Any, text: str, places: set[int], flags: int, work: Iterator[int]) -> set[int]:
+    """Where what `items` match may end that begins at one of these places. Modifies: work."""
+    for kind, value in items:
+        places = _behind(str(kind), value, text, places, flags, work)
+    return places
+
+
+def _behind(kind: str, value: Any, text: str, places: set[int], flags: int, work: Iterator[int]) -> set[int]:
+    """As `_ends`, of one item. Errors: InvalidRequestError."""
+    if next(work, None) is None:
+        raise InvalidRequestError("it takes too long")
+    if kind == "SUBPATTERN":
+        _, more, less, items = value
+        return _ends(items, text, places, inside(flags, more, less), work)
+    if kind == "BRANCH":
+        return set().union(*(_ends(items, text, places, flags, work) for items in value[1]))
+    if kind in ("MAX_REPEAT", "MIN_REPEAT"):
+        return _repeated(*value, text, places, flags, work)
+    if kind in ("ASSERT", "ASSERT_NOT") and value[0] > 0:
+        return {at for at in places if (not _ends(value[1], text, {at}, flags, work)) == (kind == "ASSERT_NOT")}
+    width, one = 0, re.compile(EDGES.get(str(value), ""), flags & ~re.VERBOSE)
+    if kind != "AT":
+        width, one = 1, one_character("it", kind, value, flags)
+    return {at + width for at in places if one.match(text, at)}
+
+
+def _repeated(
+    low: int, high: int, items: Any, text: str, places: set[int], flags: int, work: Iterator[int]
+) -> set[int]:
+    """As `_ends`. Of more repeats than there are characters one is of nothing, and may be as often."""
+    ends: set[int] = set()
+    for count in range(min(high, len(text) + 1) + 1):
+        if count >= min(low, len(text) + 1):
+            places = places - ends
+            ends |= places
+        if not places:
+            break
+        places = _ends(items, text, places, flags, work)
+    return ends

@@ -100,7 +100,7 @@ class Images:
         if counts[token] != (len(pictures) if self.spec.begin is None else 0) and counts[token] == sum(
             piece.tokens for piece in pieces
         ):
-            return self._placed(list(ids), spans_in(ids, token, pieces))
+            return self.placed(list(ids), spans_in(ids, token, pieces))
         if (count := counts[self.placeholder]) != len(pictures):
             raise InvalidRequestError(
                 f"image_data has {len(pictures)} image{'s' * (len(pictures) != 1)}, but the prompt has {count} "
@@ -121,9 +121,10 @@ class Images:
                 spans.append(ImageSpan(len(expanded), piece))
                 expanded += [token] * piece.tokens
                 self._append(expanded, behind)
-        return self._placed(expanded, spans)
+        return self.placed(expanded, spans)
 
-    def _placed(self, ids: list[int], spans: list[ImageSpan]) -> Prompt:
+    def placed(self, ids: list[int], spans: list[ImageSpan]) -> Prompt:
+        """With every placeholder in place. Pure."""
         rope = None
         if self.family.positions is not None and spans:
             rope = RopePositions(*self.family.positions(self.spec, len(ids), spans))

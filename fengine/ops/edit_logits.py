@@ -134,7 +134,7 @@ def count(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
 
 def apply_bitmask(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> Tensor:
     """logits_RV (float32, contiguous), masked. Modifies: its storage; use the returned tensor from here on. row_M
-    int32, rows of the logits, each at most once, or negative; mask_MW int32 [M, words(V)]."""
+    int32, rows of the logits, each at most once, or negative; mask_MW int32 [M, words(V)]. Pinned ones will do, too."""
     assert mask_MW.shape == (row_M.shape[0], words(logits_RV.shape[1]))
     _bar(logits_RV, row_M, mask_MW)
     return logits_RV

@@ -7,6 +7,7 @@ from fengine.ops.ahead import launcher
 from fengine.ops.registration import tl, triton
 
 IDS = 4096  # of one program
+WORDS = 256  # of masks of one program
 
 
 @triton.jit
@@ -53,18 +54,19 @@ def count_kernel(count_ptr, slot_ptr, token_ptr, R, V, ROWS: tl.constexpr):
 
 
 @triton.jit
-def bitmask_kernel(logits_ptr, row_ptr, mask_ptr, V, W, IDS: tl.constexpr):
-    """A block of ids of one masked row."""
+def bitmask_kernel(logits_ptr, row_ptr, mask_ptr, V, W, WORDS: tl.constexpr):
+    """A block of words of one masked row. Each word is read once, beside others: masks may lie on the host."""
     k = tl.program_id(0)
     row = tl.load(row_ptr + k).to(tl.int64)
     if row >= 0:
-        id = tl.program_id(1) * IDS + tl.arange(0, IDS)
-        inside = id < V
+        w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+        word = tl.load(mask_ptr + k.to(tl.int64) * W + w, mask=w < W, other=0)
+        bit = tl.arange(0, 32)
+        id = w[:, None] * 32 + bit[None, :]
+        barred = (((word[:, None] >> bit[None, :]) & 1) == 0) & (id < V)
         at = logits_ptr + row * V + id
-        word = tl.load(mask_ptr + k.to(tl.int64) * W + id // 32, mask=inside, other=0)
-        barred = ((word >> (id % 32)) & 1) == 0
-        x = tl.load(at, mask=inside & barred, other=float("inf"))
-        tl.store(at, tl.full((IDS,), -1e30, tl.float32), mask=inside & barred & (tl.abs(x) < float("inf")))
+        x = tl.load(at, mask=barred, other=float("inf"))
+        tl.store(at, tl.full((WORDS, 32), -1e30, tl.float32), mask=barred & (tl.abs(x) < float("inf")))
 
 
 def launch(
@@ -95,9 +97,9 @@ def count_launch(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
 
 
 def mask_launch(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> None:
-    """Runs the kernel. Modifies: logits_RV."""
+    """Runs the kernel, which reads pinned memory of the host as well. Modifies: logits_RV."""
     assert logits_RV.is_contiguous() and mask_MW.is_contiguous()
-    vocab = logits_RV.shape[1]
-    if len(row_M):
-        grid = (len(row_M), triton.cdiv(vocab, IDS))
-        launcher(bitmask_kernel, grid)(logits_RV, row_M, mask_MW, vocab, mask_MW.shape[1], IDS, num_warps=8)
+    (rows, width), vocab = mask_MW.shape, logits_RV.shape[1]
+    if rows:
+        grid = (rows, triton.cdiv(width, WORDS))
+        launcher(bitmask_kernel, grid)(logits_RV, row_M, mask_MW, vocab, width, WORDS, num_warps=8)

@@ -89,7 +89,8 @@ class ChatWriter(ChoiceWriter):
     def _expect(self, facts: TemplateFacts, form: Format | None, constrained: bool) -> None:
         """Makes the parsers of each choice, and what counts its thoughts, where it may think, and in no channel."""
         may_think, apart = facts.thinks and not constrained, self.chat.separate_reasoning
-        opened = may_think and facts.opened(self.tokenizer, self.ids)
+        last = self.chat.messages[-1]["content"] if self.chat.continue_final else ""
+        opened = may_think and (facts.opened(self.tokenizer, self.ids) or "<think>" in last.rpartition("</think>")[2])
         how: Any = {"thinks": may_think and apart, "opened": opened and apart, "forced": bool(self.chat.forced)}
         self.parsers = [OutputParser(form, **how, functions=self.chat.callable) for _ in self._drawn]
         counted = self._drawn if may_think and facts.channels is None else []

@@ -62,9 +62,9 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
         said = "chat_template_kwargs may not hold 'tools', which has a field of its own."
         raise invalid("chat_template_kwargs", said)
     legacy = any(given[name] is not None for name in ("functions", "function_call"))
-    tools = _tools(given, legacy)
+    choice, tools = _allowed(given["tool_choice"], _tools(given, legacy))
     functions = tuple(tool["function"] for tool in tools)
-    choice, forced = _choice(given, legacy, functions, has_grammar)
+    choice, forced = _choice(given["function_call"] if legacy else choice, legacy, functions, has_grammar)
     shown, messages = bool(tools) and choice != "none", messages_of(given["messages"])
     return ChatOptions(
         messages=messages, tools=tools if shown else None, callable=functions if shown else (), forced=forced,
@@ -186,11 +186,27 @@ def _problem(tool: Any) -> str:
     return ""
 
 
-def _choice(given: Mapping[str, Any], legacy: bool, functions: Functions, has_grammar: bool) -> tuple[Any, Functions]:
+def _allowed(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
+    """(the choice, the tools): of the type `allowed_tools` its mode, and the tools that it names. Pure. Errors:
+    ApiError."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, tools
+    inner = choice.get("allowed_tools")
+    wanted = inner.get("tools") if isinstance(inner, dict) else None
+    if not isinstance(inner, dict) or not isinstance(wanted, list) or inner.get("mode") not in ("auto", "required"):
+        said = 'of the type allowed_tools must have {"mode": "auto" or "required", "tools": [a function by name, …]}'
+        raise invalid("tool_choice", f"tool_choice {said}, got {inner!r:.80}.")
+    names = {_chosen(one, "tool_choice") for one in wanted}
+    if unknown := names.difference(tool["function"]["name"] for tool in tools):
+        raise invalid("tool_choice", f"tool_choice allows {min(unknown)!r:.80}, which is no function in tools.")
+    return inner["mode"], [tool for tool in tools if tool["function"]["name"] in names]
+
+
+def _choice(choice: Any, legacy: bool, functions: Functions, has_grammar: bool) -> tuple[Any, Functions]:
     """(the choice as it stands in the body, the functions of which one must be called; none: no call is forced).
     Errors: ApiError."""
     name, field = ("function_call", "functions") if legacy else ("tool_choice", "tools")
-    choice = "auto" if given[name] is None else given[name]
+    choice = "auto" if choice is None else choice
     if choice in ("auto", "none"):
         return choice, ()
     wanted = None if choice == "required" and not legacy else _chosen(choice, name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from fengine.server.tool_calls import PYTHON_TAG, Format, ToolCall, call_of, read_bare, read_forced, read_pythonic
+from fengine.server.tool_calls import PYTHON_TAGS, Format, ToolCall, call_of, read_bare, read_forced, read_pythonic
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
@@ -54,17 +54,17 @@ def _plain(text: str, last: bool) -> Parts:
 def _blocks(form: Format, read: Callable[[str, str], list[ToolCall]], text: str, last: bool) -> Parts:
     """Calls between markers, content around them; white space before the first call that was read, and behind the last
     one, is no content."""
-    content, marker, at = _cut(text, 0, (form.begin,), last)
+    content, marker, at = _cut(text, 0, form.begins, last)
     calls, unread = list[ToolCall](), ""
     while marker:
-        body, marker, at = _cut(text, at, (form.end or form.begin,), last)
-        if not marker and not last:
+        block, (body, end, at) = marker, _cut(text, at, (form.end or form.begin,), last)
+        if not end and not last:
             break
-        found, more = read(body, marker if form.end else ""), ""
+        found, more, marker = read(block + body, end if form.end else ""), "", end
         calls += found
         unread = _unread(found)
         if marker and form.end:
-            more, marker, at = _cut(text, at, (form.begin,), last)
+            more, marker, at = _cut(text, at, form.begins, last)
         content = content + unread + more if unread or content.strip() else more.lstrip()
     return "", content if last and (unread or not calls) else content.rstrip(), calls
 
@@ -74,20 +74,21 @@ def _unread(calls: Sequence[ToolCall]) -> str:
     return "".join(call.text for call in calls if call.problem)
 
 
-def _read_block(form: Format, body: str, end: str) -> list[ToolCall]:
-    """The calls of a block; one with all of its text, if any cannot be read, or there is none. Pure."""
+def _read_block(form: Format, block: str, end: str) -> list[ToolCall]:
+    """The calls of a block, and its `end`; one with all of its text, if any cannot be read, or there is none. Pure."""
     assert form.read is not None, "a format with markers has a reader"
+    body = block.removeprefix(form.begin)
     cut = not (end or body.rstrip().endswith(form.closes))
     said = f"{'the tool call is cut off' if cut else 'there is no tool call'}: {body.strip()!r:.200}"
     found = (not cut and form.read(body)) or [ToolCall("", {}, body, said)]
     problem = next((call.problem for call in found if call.problem), None)
-    return found if problem is None else [ToolCall(found[0].name, {}, f"{form.begin}{body}{end}", problem)]
+    return found if problem is None else [ToolCall(found[0].name, {}, block + end, problem)]
 
 
 def _bare(opening: str, read: Callable[[str], list[ToolCall]], text: str, last: bool) -> Parts:
-    """A text that is calls and nothing else, or content."""
+    """A text that begins with calls, or content."""
     head = text.lstrip()
-    if head.startswith((opening, PYTHON_TAG)) or not last and PYTHON_TAG.startswith(head):
+    if head.startswith((opening, *PYTHON_TAGS)) or not last and any(tag.startswith(head) for tag in PYTHON_TAGS):
         calls = read(text) if last else []
         return "", text if last and not calls else _unread(calls), calls
     return "", text, []
@@ -99,8 +100,6 @@ _LLAMA, _PYTHONIC = partial(_bare, "{", read_bare), partial(_bare, "[", read_pyt
 def _forced(text: str, last: bool) -> Parts:
     """JSON of `forced_schema`; content, if it was cut off in the first call."""
     calls = read_forced(text) if last else []
-    if any(call.problem for call in calls):
-        calls = []
     return "", text if last and not calls else "", calls
 
 
@@ -143,7 +142,7 @@ class OutputParser:
         elif form is not None:
             own = {"harmony": _harmony, "llama": _LLAMA, "pythonic": _PYTHONIC}
             self._parts = own.get(form.name) or partial(_blocks, form, cache(partial(_read_block, form)))
-        self._begins = (form.begin,) if form is not None and form.begin and form.name != "harmony" else ()
+        self._begins = form.begins if form is not None and form.name != "harmony" else ()
         self._held, self._thought = "", False  # what is no part yet; whether any of the thought is told
         self._text, self._told = "", (0, 0, 0)  # of the answer; how much of its reasoning, content and calls
 

@@ -36,6 +36,7 @@ class ReasoningParser:
         tokenizer: Any = None,
     ) -> None:  # fmt: skip
         """`tokenizer` has no effect. Errors: UnsupportedFeatureError for a type that is not built."""
+        model_type = model_type and model_type.lower()
         if model_type not in THINKS:
             told = f"ReasoningParser({model_type!r:.80}) is not built"
             raise UnsupportedFeatureError(f"{told}; there are {', '.join(THINKS)}.")

@@ -67,6 +67,8 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and isinstance(choice.get("tools"), list):
+        return {"type": choice.get("type"), "allowed_tools": choice | {"tools": list(map(_choice, choice["tools"]))}}
     if isinstance(choice, dict) and "name" in choice:
         return {"type": choice.get("type"), "function": {"name": choice["name"]}}
     return choice

@@ -78,7 +78,7 @@ def template_facts(tokenizer: Any, tools: bool) -> TemplateFacts:
     form = format_of(source)
     added = tokenizer.backend.get_added_tokens_decoder().values() if form is not None else ()
     hidden = form is not None and any(token.special and token.content == form.begin for token in added)
-    return TemplateFacts(form, hidden, "<think>" in source)
+    return TemplateFacts(form, hidden, "think>" in source)  # DeepSeek-R1's names </think> alone
 
 
 def thought_facts(tokenizer: Any) -> TemplateFacts:

@@ -7,7 +7,7 @@ mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …] or [TOOL_CALLS]na
 deepseek  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>[function<｜tool▁sep｜>]name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…
 kimi      <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>…, in a section
 minimax   <minimax:tool_call><invoke name="…"><parameter name="key">value</parameter></invoke></minimax:tool_call>
-llama     {"name": …, "parameters": {…}} and nothing else, several with ; between them (Llama 3.1 and 3.2)
+llama     {"name": …, "parameters": {…}}, several with ; between them, before any text (Llama 3.1 and 3.2)
 pythonic  [name(key="value", n=3), …] and nothing else (Llama 3.2, Llama 4, Gemma 3); LFM2's stand in markers
 harmony   <|channel|>commentary to=functions.name<|message|>{…}<|call|> (gpt-oss); read by `output_parser`"""
 
@@ -15,7 +15,6 @@ import ast
 import json
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from keyword import kwlist
@@ -23,12 +22,14 @@ from typing import Any
 
 from fengine.server.tool_values import decode, python_value, written_value
 
-PYTHON_TAG = "<|python_tag|>"  # which Llama may write in front of calls
+PYTHON_TAGS = ("<|python_tag|>", "<|python_start|>")  # which Llama may write in front of calls
 CALL_ID = "call_{unique}"
 MAX_CALLS = 16  # that a request may force at once
 COMPACT = {"whitespace_flexible": False}  # so that a model does not go on with blanks
 _NAME = re.compile(r"[\w.:-]{1,128}")
 _PYTHONIC = re.compile(r"\[?\s*[A-Za-z_][\w.]*\(")
+_BARE = re.compile(r'(?=.*"name")(?=.*"(?:arguments|parameters)")\s*(?:<\|python_tag\|>\s*)?\{', re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]*)>(.*?)(?:</parameter>|(?=\n<parameter=)|\Z)", re.DOTALL)
 _KEYWORD = re.compile(  # of Python, where it names an argument; a string, which may hold anything, is passed over
     rf"""("(?:\\.?|[^"\\])*(?:"|\Z)|'(?:\\.?|[^'\\])*(?:'|\Z))|([(,]\s*(?:{"|".join(kwlist)}))(?=\s*=)""", re.DOTALL
 )
@@ -62,7 +63,8 @@ class Format:
     """Calls stand between `begin` and `end`; without an end, up to the next begin or the end of the text. `marks`:
     substrings of the templates that teach it. `read`: what stands between, to calls; None: `output_parser` has a
     function for it. `aliases`: SGLang's names. `call_id`: what a call's id is like, so that templates take it back.
-    `closes`: what calls end with at the end of the text, or they are cut off; "": those are no JSON, or no Python."""
+    `closes`: what calls end with at the end of the text, or they are cut off; "": those are no JSON, or no Python.
+    `bare`: what a call begins with where the model leaves `begin` out."""
 
     name: str
     marks: tuple[str, ...]
@@ -72,6 +74,11 @@ class Format:
     read: Callable[[str], list[ToolCall]] | None = None
     call_id: str = CALL_ID
     closes: str = ""
+    bare: str = ""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.begin, self.bare)))
 
 
 def call_of(value: Any, text: str) -> ToolCall:
@@ -90,41 +97,36 @@ def call_of(value: Any, text: str) -> ToolCall:
 
 
 def read_json(body: str) -> list[ToolCall]:
-    """One call, or a list of calls. Pure."""
-    try:
-        value, _ = decode(body)
-    except ValueError as error:
-        return [ToolCall("", {}, body, f"the tool call is no JSON ({error}): {body.strip()!r:.200}")]
-    return [call_of(one, body if i == 0 else "") for i, one in enumerate(value if isinstance(value, list) else [value])]
+    """The calls of values one behind another, which are calls or lists of them. Pure. What is no JSON is the last one,
+    with a problem."""
+    rest, calls = body, list[ToolCall]()
+    while text := rest.lstrip(" \t\r\n;,").removeprefix(PYTHON_TAGS[0]).lstrip():
+        try:
+            value, behind = decode(text, whole=False)
+        except ValueError as error:
+            return [*calls, ToolCall("", {}, rest, f"the tool call is no JSON ({error}): {text.strip()!r:.200}")]
+        said, rest = rest[: len(rest) - len(behind)], behind
+        calls += [
+            call_of(one, "" if i else said) for i, one in enumerate(value if isinstance(value, list) else [value])
+        ]
+    return calls
 
 
 def read_forced(body: str) -> list[ToolCall]:
     """The calls of a list of `forced_schema` that are whole; the list may be cut off. Pure."""
-    rest, calls = body.strip().removeprefix("["), []
-    with suppress(ValueError):
-        while rest := rest.lstrip(" \r\n\t,").removeprefix("]"):
-            value, rest = decode(rest, whole=False)
-            calls.append(call_of(value, "" if calls else body))
-    return calls
+    return [call for call in read_json(body.strip().removeprefix("[")) if call.problem is None]
 
 
 def read_bare(body: str) -> list[ToolCall]:
-    """The calls of a text that is nothing else; none if it is no call at all. Pure."""
-    rest, calls = body.strip().removeprefix(PYTHON_TAG).strip(), []
-    if not (rest.startswith("{") and '"name"' in rest):
-        return []
-    while rest := rest.lstrip(" \t\r\n;,"):
-        try:
-            value, rest = decode(rest, whole=False)
-        except ValueError as error:
-            return [ToolCall("", {}, body, f"the tool call is no JSON ({error}): {rest!r:.200}")]
-        calls.append(call_of(value, "" if calls else body))
-    return calls
+    """The calls that a text begins with; none if it is no call at all. Pure."""
+    return read_json(body) if _BARE.match(body) else []
 
 
 def read_pythonic(body: str) -> list[ToolCall]:
     """The calls of a text that is nothing else, written as Python does; none if it is no call at all. Pure."""
-    text = body.strip().removeprefix(PYTHON_TAG).strip()
+    text = body.strip().removesuffix("<|python_end|>").strip()
+    for tag in PYTHON_TAGS:
+        text = text.removeprefix(tag).lstrip()
     if not _PYTHONIC.match(text):
         return []
     try:
@@ -167,16 +169,13 @@ def _read_marked(body: str, begin: str, gap: str, end: str) -> list[ToolCall]:
     return calls
 
 
-def _read_pairs(
-    body: str, head: str, behind: str, key: str, value: str, gap: str, end: str, around: str = ""
-) -> list[ToolCall]:
+def _read_pairs(body: str, head: str, behind: str, key: str, value: str, gap: str, end: str) -> list[ToolCall]:
     """A name between `head` and `behind`, then pairs: `key` … `value` `gap` … `end`; what stands between the last two
-    is the value, but for `around`, which is layout. Pure."""
+    is the value. Pure."""
     found, (*pieces, rest) = {}, body.split(end)
     for piece in pieces:
         name, _, said = piece.partition(key)[2].partition(value)
-        said = said.partition(gap)[2] if gap else said
-        found[name.strip()] = said.removeprefix(around).removesuffix(around)
+        found[name.strip()] = said.partition(gap)[2] if gap else said
     name = body.strip().removeprefix(head).partition(behind)[0].strip()
     if key in rest:
         return [ToolCall(name, {}, body, f"an argument of {name:.80} has no end: {rest.strip()!r:.200}")]
@@ -198,10 +197,22 @@ def _read_invokes(body: str) -> list[ToolCall]:
     return calls
 
 
+def _read_functions(body: str) -> list[ToolCall]:
+    """Calls of parameters, each up to </function>. Pure. Models leave ends out: a parameter goes up to the line of the
+    next one, or to the end of its function, and a block may have several of these."""
+    *whole, rest = re.split(r"</function>\s*(?=<function=|\Z)", body.strip())
+    if "<parameter=" in (left := rest.rpartition("</parameter>")[2]):
+        return [ToolCall("", {}, body, f"an argument of the tool call has no end: {left.strip()!r:.200}")]
+    calls = []
+    for part in filter(None, (*whole, rest)):
+        name, _, said = part.removeprefix("<function=").partition(">")
+        found = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in _PARAMETER.findall(said)}
+        calls.append(replace(call_of({"name": name.strip(), "arguments": found}, part), untyped=True))
+    return calls
+
+
 _DEEPSEEK = partial(_read_marked, begin="<｜tool▁call▁begin｜>", gap="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>")
 _KIMI = partial(_read_marked, begin="<|tool_call_begin|>", gap="<|tool_call_argument_begin|>", end="<|tool_call_end|>")
-_XML = partial(_read_pairs, head="<function=", behind=">", key="<parameter=", value=">", gap="", end="</parameter>",
-               around="\n")  # fmt: skip
 FORMATS = (  # the first whose marks all stand in a template is the one that it teaches
     Format("harmony", ("<|channel|>", "functions"), ("gpt-oss",), "<|channel|>"),
     Format("deepseek", ("<｜tool▁calls▁begin｜>",), ("deepseekv3", "deepseekv31"),
@@ -213,8 +224,8 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
     Format("mistral", ("[TOOL_CALLS]",), ("mistral",), "[TOOL_CALLS]", "", _read_named, "{unique:0>9.9}"),
     Format("glm", ("<tool_call>", "<arg_key>"), ("glm", "glm45", "glm47"), "<tool_call>", "</tool_call>", _GLM,
            closes="</tool_call>"),
-    Format("qwen_xml", ("<tool_call>", "<function="), ("qwen3_coder",), "<tool_call>", "</tool_call>", _XML,
-           closes="</function>"),
+    Format("qwen_xml", ("<tool_call>", "<function="), ("qwen3_coder",), "<tool_call>", "</tool_call>",
+           _read_functions, closes="</function>", bare="<function="),
     Format("hermes", ("tools", "<tool_call>"), ("qwen", "qwen25", "qwen3", "hermes"), "<tool_call>", "</tool_call>",
            read_json),
     Format("lfm2", ("<|tool_list_start|>",), ("lfm2",), "<|tool_call_start|>", "<|tool_call_end|>", read_pythonic),

@@ -69,7 +69,11 @@ class Cursor:
         """Goes on to `count` tokens, of which `last` is the last one; those between were guesses. An end goes nowhere:
         what a row draws behind it is not looked at."""
         if (due := count - len(self.tokens)) and last not in self.stop_ids:
-            self.take([*self.draft[: due - 1], last] if due > 1 else [last])
+            if due > 1:
+                self.take(list(self.draft[: due - 1]))
+            self.tokens.append(last)
+            if self.error is None and not self.matcher.consume_token(last):
+                self.renew()
 
     def take(self, tokens: list[int]) -> None:
         """Goes on over tokens that were drawn."""

@@ -6,8 +6,9 @@ whatever goes wrong in it is a `ChatTemplateError` of this request alone. Render
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from fengine.core.parameter_kinds import json_like
@@ -87,16 +88,20 @@ def _check_parts(content: Any, where: str) -> None:
             )
 
 
-def check_roles(messages: list[dict[str, Any]], rendered: str) -> None:
-    """A template may pass over a role that it does not know: what such a message says must have been written. Errors:
+def check_written(messages: list[dict[str, Any]], rendered: str, render: Callable[[Any], str]) -> None:
+    """A template may pass over a message of a role that it does not know, or in such a place, and nobody would hear of
+    it. What does not stand in `rendered` as it is may be written otherwise: then another text there changes it. Errors:
     InvalidRequestError."""
     for i, message in enumerate(messages):
-        content = message.get("content")
-        if message["role"] not in ROLES and isinstance(content, str) and content.strip() not in rendered:
-            raise InvalidRequestError(
-                f"messages[{i}] has the unknown role {message['role']!r}, of which this model's chat template writes "
-                f"nothing; use one of {', '.join(ROLES)}."
-            )
+        content, role = message.get("content"), message["role"]
+        if role in ("user", "assistant") or not isinstance(content, str) or content.strip() in rendered:
+            continue
+        with suppress(ChatTemplateError):
+            if render([*messages[:i], {**message, "content": "x"}, *messages[i + 1 :]]) == rendered:
+                raise InvalidRequestError(
+                    f"messages[{i}] has the role {role!r}, and this model's chat template writes nothing of it there; "
+                    "give it another role (a system message often stands in front), or leave it out."
+                )
 
 
 def left_open(messages: list[dict[str, Any]], rendered: str, render: Callable[[Any], str]) -> str:
@@ -257,11 +262,12 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], values: dict[str, An
             f"the chat's contents have {size} characters, more than the limit of {tokenizer.max_chars}, "
             "and so are longer than the model's context length; shorten them."
         )
-    text = _template(tokenizer, values.get("tools") is not None).render(
-        messages, tokenizer.special_tokens, values, add_generation_prompt=add_generation_prompt,
-        max_chars=tokenizer.max_chars,
+    render = partial(
+        _template(tokenizer, values.get("tools") is not None).render, special_tokens=tokenizer.special_tokens,
+        values=values, add_generation_prompt=add_generation_prompt, max_chars=tokenizer.max_chars,
     )  # fmt: skip
-    check_roles(messages, text)
+    text = render(messages)
+    check_written(messages, text, render)
     return text
 
 

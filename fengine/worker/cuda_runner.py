@@ -62,7 +62,7 @@ class CudaRunner:
         edits = (ASKED, *(field for stage in stages for field in stage.fields if field.letters in ("R", "RK")))
         self.inputs = StaticBuffers(INPUTS + IMAGES + ADAPTERS, self._sizes(most), self.device)
         self.edits = StaticBuffers(edits, edit_sizes(rows), self.device)
-        self.masks: StaticBuffers | None = None  # made for the first grammar
+        self.masks: StaticBuffers | None = None  # on the host alone; made for the first grammar
         self.found = StaticBuffers(OUTPUTS, output_sizes(rows, min(TOPS[-1], vocab)), self.device)
         self.came = [torch.cuda.Event() for _ in range(2)]  # this input is on the device
         self.ended = [torch.cuda.Event() for _ in range(2)]  # the last step over it has
@@ -200,7 +200,7 @@ class CudaRunner:
         tensors = self.inputs.tensors(which, self._sizes(bucket))
         tensors |= self.edits.tensors(which, edit_sizes(bucket.rows)) if stages or top is not None else {}
         if self.masks is not None and any(stage.name == StructuredOutput.name for stage in stages):
-            tensors |= self.masks.tensors(which, self._mask_sizes(bucket.rows))
+            tensors |= self.masks.tensors(self.turn, self._mask_sizes(bucket.rows))
         if asked_RK is not None:
             tensors[ASKED.name] = asked_RK
         token_R, logprob_R, likeliest = self.sampler(self.params, self.unembed, hidden_TD, tensors, stages, top)
@@ -214,7 +214,7 @@ class CudaRunner:
 
     def _sample(self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor) -> list[np.ndarray] | None:
         """Draws, by a graph where one holds what the step wants. Returns what no static buffer has room for."""
-        self._send_masks(step.late_fields(self.drawn), bucket.rows, which)
+        self._put_masks(step.late_fields(self.drawn), bucket.rows)
         asked_RK = step.arrays.get(ASKED.name)
         if asked_RK is not None and ((step.top or 0) > TOPS[-1] or asked_RK.shape[1] > MOST_ASKED):
             return self._sample_many(step, bucket, which, hidden_TD, asked_RK)
@@ -222,7 +222,9 @@ class CudaRunner:
             self.tables = tables
             self.graphs.forget(lambda key: key[0] == "sample" and key[3] != ())
         run = partial(self._run_sampler, bucket, which, hidden_TD, step.stages, self._top(step))
-        key = ("sample", bucket.rows, which, tuple(stage.name for stage in step.stages), self._top(step))
+        names = tuple(stage.name for stage in step.stages)
+        reads = (which, self.turn) if StructuredOutput.name in names else which
+        key = ("sample", bucket.rows, reads, names, self._top(step))
         if not (bucket.graph and self.graphs.replay(key)):
             run()  # which also readies this thread's libraries
             if bucket.graph and not any(stage.host for stage in step.stages):
@@ -237,15 +239,12 @@ class CudaRunner:
         likeliest = self._run_sampler(bucket, which, hidden_TD, step.stages, step.top, put(asked_RK, hidden_TD))
         return [to_host(x).numpy() for x in likeliest or ()]
 
-    def _send_masks(self, arrays: Arrays, rows: int, which: int) -> None:
-        """Copies the masks of grammars behind the forward pass."""
-        if not arrays:
-            return
-        if self.masks is None:
-            self.masks = StaticBuffers(StructuredOutput.fields, self._mask_sizes(self.rows), self.device)
-        sizes = self._mask_sizes(rows)
-        self.masks.fill(arrays, sizes, self.turn)
-        self.masks.send(self.turn, which, sizes, len(arrays["mask_MW"]))
+    def _put_masks(self, arrays: Arrays, rows: int) -> None:
+        """Masks of grammars go where the sampler reads them: a copy would take the host as long as several of them."""
+        if arrays and self.masks is None:
+            self.masks = StaticBuffers(StructuredOutput.fields, self._mask_sizes(self.rows), None)
+        if arrays and self.masks is not None:
+            self.masks.fill(arrays, self._mask_sizes(rows), self.turn)
 
     def _top(self, step: StepInput) -> int | None:
         return None if step.top is None else min(rounded_top(step.top), self.vocab)

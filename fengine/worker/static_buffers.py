@@ -69,10 +69,9 @@ def pack(arrays: Arrays, targets: Iterable[Target]) -> None:
 
 
 class Place(NamedTuple):
-    """Where fields of one size lie: in all buffers, in each of the host's, in each of the device's; and the bytes of
-    both that hold them."""
+    """Where fields of one size lie: in each of the host's buffers, in each of the device's; and the bytes of both that
+    hold them."""
 
-    slots: list[Slot]
     host: list[list[Target]]
     device: list[dict[str, Tensor]]
     host_bytes: list[Tensor]
@@ -81,13 +80,13 @@ class Place(NamedTuple):
 
 class StaticBuffers:
     """Fields in packed buffers whose addresses graphs hold: two on the host, pinned, and two on the device, which
-    `turn` and `which` name. Modifies: these buffers."""
+    `turn` and `which` name. Without `device` kernels read the host's. Modifies: these buffers."""
 
-    def __init__(self, fields: tuple[Field, ...], most: Sizes, device: torch.device) -> None:
+    def __init__(self, fields: tuple[Field, ...], most: Sizes, device: torch.device | None) -> None:
         self.fields = fields
         size = max(slot.end for slot in layout(fields, most)) + 64
         self.host = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self.device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)] if device else self.host
         self.places: dict[tuple[tuple[str, int], ...], Place] = {}
 
     def place(self, sizes: Sizes) -> Place:
@@ -98,20 +97,16 @@ class StaticBuffers:
             host, device = [views(b, slots) for b in self.host], [views(b, slots) for b in self.device]
             targets = [[target_of(field, found[field.name].numpy()) for field, *_ in slots] for found in host]
             held = ([buffer[: slots[-1].end] for buffer in buffers] for buffers in (self.host, self.device))
-            self.places[key] = Place(slots, targets, device, *held)
+            self.places[key] = Place(targets, device, *held)
         return self.places[key]
 
     def fill(self, arrays: Arrays, sizes: Sizes, turn: int) -> None:
         pack(arrays, self.place(sizes).host[turn])
 
-    def send(self, turn: int, which: int, sizes: Sizes, lines: int | None = None) -> None:
-        """Starts the copy of the host's buffer `turn` to the device's `which`; of the last field so many lines."""
+    def send(self, turn: int, which: int, sizes: Sizes) -> None:
+        """Starts the copy of the host's buffer `turn` to the device's `which`."""
         place = self.place(sizes)
-        host, device, last = place.host_bytes[turn], place.device_bytes[which], place.slots[-1]
-        if lines is not None:
-            end = last.start + (last.end - last.start) // last.shape[0] * lines
-            host, device = host[:end], device[:end]
-        device.copy_(host, non_blocking=True)
+        place.device_bytes[which].copy_(place.host_bytes[turn], non_blocking=True)
 
     def fetch(self, turn: int, which: int, sizes: Sizes) -> None:
         place = self.place(sizes)

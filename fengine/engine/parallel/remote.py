@@ -23,7 +23,7 @@ NAMES = {  # as a caller knows what is not built, and what to do instead
     "core.watch_steps": ("telling of steps (steps_told, and a trace of them)", "dp_size=1"),
 }  # fmt: skip
 METHODS = {  # of parts of an engine, asked of every replica
-    "weights": ("nbytes",),
+    "weights": ("nbytes", "source"),
     "updates": ("update_from_disk", "begin", "end", "read"),
     "memory": ("release", "resume", "keep_weights"),
     "profile": (),

@@ -51,6 +51,10 @@ class LiveWeights:
         self.refuse_few_bits("updated")
         return read_directory(origin.directory, self._told, self.spec, self.places)
 
+    def source(self) -> tuple[str | None, int]:
+        """The directory of the origin, and how many updates have come from no files since. Pure."""
+        return None if self.origin is None else str(self.origin.directory), self.writes
+
     # -- between two steps ---------------------------------------------------------------------------------------------
 
     def write(self, changes: list[Change], origin: Origin | None) -> None:
