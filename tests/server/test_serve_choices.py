@@ -272,5 +272,6 @@ def test_custom_roles_where_the_template_writes_them(server: Live) -> None:
     assert told[0]["choices"] == told[1]["choices"]
     template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     with Engine(model_path="box", enable_torch_compile=False, chat_template=template) as engine:
-        with pytest.raises(ValueError, match="unknown role 'judge'"):
-            engine.chat_ids([*CHAT, {"role": "judge", "content": "Hm"}])
+        for role in ("judge", "developer", "tool"):
+            with pytest.raises(ValueError, match=f"the role '{role}', and this model"):
+                engine.chat_ids([{"role": role, "content": "Hm"}, *CHAT])

@@ -17,6 +17,7 @@ from fengine.server.chat import ChatWriter  # noqa: E402
 from fengine.server.openai_body import read_chat  # noqa: E402
 from fengine.server.output_parser import OutputParser  # noqa: E402
 from fengine.server.parsers import FunctionCallParser  # noqa: E402
+from fengine.server.responses import to_chat  # noqa: E402
 from fengine.server.template_facts import TemplateFacts, ThoughtTokens  # noqa: E402
 from fengine.server.tool_calls import format_of  # noqa: E402
 
@@ -186,6 +187,11 @@ def test_thoughts_are_told_apart(client: Any, say: Any) -> None:
     asked = say("It is July.</think>Yes.")
     message = client.chat.completions.create(**asked, reasoning_effort="low").choices[0].message
     assert (message.reasoning_content, message.content) == ("It is July.", "Yes.")
+    asked = say("so July.</think>Yes.")
+    asked["messages"] = [*CHAT, {"role": "assistant", "content": "<think>It is"}]
+    asked["extra_body"] |= {"continue_final_message": True}
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert (message.reasoning_content, message.content) == ("so July.", "Yes.")
     parts = gathered(client.chat.completions.create(**say("<think>\nIt is July.\n</think>\n\nYes."), stream=True))
     assert (parts["reasoning_content"], parts["content"]) == ("It is July.", "Yes.")
 
@@ -267,6 +273,27 @@ def test_a_forced_call_is_held_by_a_grammar(choice: Any, client: Any) -> None:
     assert parts["tool_calls"] == {0: (call.function.name, call.function.arguments)} and parts["content"] == ""
 
 
+def test_allowed_tools_are_the_only_ones() -> None:
+    """As chats name them, and responses."""
+    now = {"type": "function", "function": {"name": "now"}}
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    for mode, forced in (("auto", 0), ("required", 1)):
+        chosen = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [now]}}
+        asked = {
+            "input": "Hi",
+            "tools": flat,
+            "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": flat[1:]},
+        }
+        for body in ({"messages": CHAT, "tools": TOOLS, "tool_choice": chosen}, to_chat(asked)):
+            chat = read_chat(body, 4).chat_options
+            assert (chat.tools, chat.callable, len(chat.forced), chat.parallel) == (
+                [now],
+                (now["function"],),
+                forced,
+                True,
+            )
+
+
 def test_strict_functions_are_held_where_a_call_begins(engine: Engine, client: Any, say: Any) -> None:
     """A model that would call with other arguments is held to the schema."""
     pytest.importorskip("llguidance", reason="the extra grammar")
@@ -296,6 +323,10 @@ REFUSED = [
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}},
+     "tool_choice"),
+    ({"tools": TOOLS[:1], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+        {"type": "function", "function": {"name": "now"}}]}}}, "tool_choice"),
     ({"tools": TOOLS * 65}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools"),

@@ -115,7 +115,7 @@ TOOL_CHAT = [
     {"role": "user", "content": "weather?"},
     {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {
         "name": "weather", "arguments": {"city": "Zürich <1>", "n": [1, 2.5, None, True]}}}]},
-    {"role": "tool", "content": "sunny"},
+    {"role": "tool", "content": 'so "sunny"'},
 ]  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": 'It\'s "nice" & <b>', "parameters": {}}}]
 

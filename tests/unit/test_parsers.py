@@ -11,7 +11,7 @@ from fengine.api.io_struct import Function, Tool
 from fengine.errors import UnsupportedFeatureError
 from fengine.server.output_parser import OutputParser
 from fengine.server.parsers import FORMS, FunctionCallParser, ReasoningParser, ToolCallItem
-from fengine.server.template_facts import ThoughtLimit, ThoughtTokens
+from fengine.server.template_facts import ThoughtLimit, ThoughtTokens, template_facts
 from fengine.server.tool_calls import FORMATS
 
 TOOLS = [Tool(Function("time")), Tool(Function("weather", "of a city", {"type": "object"}))]
@@ -44,7 +44,7 @@ GPT_OSS = '<|channel|>commentary to=functions.weather<|message|>{"city": "Köln"
 )
 def test_thoughts_are_told_from_the_answer(kind: str, text: str, wanted: tuple[str, str]) -> None:
     assert ReasoningParser(kind).parse_non_stream(text) == wanted
-    assert ReasoningParser(model_type=kind.upper().lower()).parse_non_stream(text) == wanted
+    assert ReasoningParser(model_type=kind.upper()).parse_non_stream(text) == wanted
 
 
 def test_thoughts_may_be_forced() -> None:
@@ -52,6 +52,8 @@ def test_thoughts_may_be_forced() -> None:
     for kind in ("nobody", None):
         with pytest.raises(UnsupportedFeatureError, match="is not built; there are"):
             ReasoningParser(kind)
+    template = "{{ content.split('</think>')[-1] }}"  # DeepSeek-R1's, which begins no thought
+    assert template_facts(SimpleNamespace(template_of=lambda tools: (template, ())), False).thinks
 
 
 def test_thoughts_may_be_held_until_they_end() -> None:

@@ -42,6 +42,12 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
      '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>weather:1<|tool_call_argument_begin|>'
      '{"city": "Rome", "days": 3}<|tool_call_end|><|tool_calls_section_end|>', "I look.", [PARIS, ROME]),
     ("qwen_xml", "<tool_call><function=now></function>\n", "", [("now", {})]),
+    ("qwen_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
+     "<function=weather>\n<parameter=city>\nRome\n<parameter=days>\n3\n</function>\n</tool_call>", "", [PARIS, ROME]),
+    ("qwen_xml", "So:\n<function=weather>\n<parameter=city>\nRome\n<parameter=days>3</parameter></function>\n"
+     "</tool_call>\n<function=now></function>", "So:", [ROME, ("now", {})]),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}\n{"name": "now"}</tool_call>', "",
+     [PARIS, ("now", {})]),
     ("minimax", '<minimax:tool_call><invoke name="now"></invoke>', "", [("now", {})]),
     ("minimax", '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
      '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n<parameter name="days">3</parameter>\n'
@@ -49,13 +55,17 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
     ("llama", '{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
     ("llama", '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "weather", "parameters": '
      '{"city": "Rome", "days": 3}}', "", [PARIS, ROME]),
+    ("llama", '{"name": "weather", "parameters": {"city": "Paris"}}<|python_tag|>{"name": "weather", "parameters": '
+     '{"city": "Rome", "days": 3}}', "", [PARIS, ROME]),
     ("llama", '\n{"answer": 4}', '\n{"answer": 4}', []),
+    ("llama", '{"name": "Ann", "age": 4}', '{"name": "Ann", "age": 4}', []),
     ("llama", "The name is {x}.", "The name is {x}.", []),
     ("pythonic", '[weather(city="Paris"), weather(city=\'Rome\', days=3)]', "", [PARIS, ROME]),
     ("pythonic", '\n<|python_tag|>[a.b(x=[1, -2.5, (3,)], y={"k": None, "l": {}}, z=true, w=False, v="[b()]")]', "",
      [("a.b", {"x": [1, -2.5, [3]], "y": {"k": None, "l": {}}, "z": True, "w": False, "v": "[b()]"})]),
     ("pythonic", """[f( from = "a", class='in=1, (is=2)', x=["(as=3", True], None=None), f(in="\\", or=")]""", "",
      [("f", {"from": "a", "class": "in=1, (is=2)", "x": ["(as=3", True], "None": None}), ("f", {"in": '", or='})]),
+    ("pythonic", '<|python_start|>[weather(city="Paris")]<|python_end|>', "", [PARIS]),
     ("pythonic", "[1, 2] is a list", "[1, 2] is a list", []),
     ("pythonic", " [now()] ", "", [("now", {})]),
     ("pythonic", "now() is a call", "now() is a call", []),
@@ -190,7 +200,8 @@ BROKEN = [
     ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ro</tool_call>"),
     ("glm", "<tool_call>weat"),
     ("qwen_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"),
-    ("qwen_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</function>\n</tool_call>"),
+    ("qwen_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nRome</tool_call>"),
+    ("qwen_xml", "<function=weather>\n<parameter=city>\nRome"),
     ("minimax", '<minimax:tool_call><invoke name="a"></invoke><invoke name="b"><parameter name="x">1</parameter>'),
     ("minimax", '<minimax:tool_call><invoke name="a"></invoke><invoke name="b"></minimax:tool_call>'),
     ("qwen_xml", "<tool_call><function=</tool_call>"),
@@ -216,6 +227,9 @@ def test_calls_that_cannot_be_read_stay_in_their_places() -> None:
         whole, parser = parse_output(text, BY_NAME["hermes"], thinks=True), OutputParser(BY_NAME["hermes"], thinks=True)
         assert whole.content == content and streamed(parser, list(text)) == whole
         assert whole.beside_calls == content.replace(bad, "").strip()
+    text = '{"name": "now", "parameters": {}}; {"name": "a b"} so'  # of calls and nothing else: what follows them
+    whole = parse_output(text, BY_NAME["llama"])
+    assert whole.content == '; {"name": "a b"} so' and whole.calls[0].name == "now"
     text = "<|channel|>final<|message|>a<|end|>to=functions.f<|message|>{<|call|><|channel|>final<|message|>b"
     whole = parse_output(text, BY_NAME["harmony"])
     assert whole.content == "a{b" and streamed(OutputParser(BY_NAME["harmony"]), list(text)) == whole
