@@ -57,9 +57,10 @@ class Images:
         self.sources.close()
 
     def read(self, items: Any, inside: bool = False) -> tuple[Picture, ...]:
-        """The images of one prompt: one, or a list. Errors: InvalidRequestError and kinds, naming the index."""
+        """The images of one prompt: one, or a list, whose None are none. Errors: InvalidRequestError and kinds, naming
+        the index."""
         given = [] if items is None else items if isinstance(items, (list, tuple)) else [items]
-        return tuple(self._picture(item, index, inside) for index, item in enumerate(given))
+        return tuple(self._picture(item, index, inside) for index, item in enumerate(given) if item is not None)
 
     def read_all(self, image_data: Any, inside: bool = False, refuse: bool = True) -> Any:
         """`image_data` of a call with every image read, several at a time, in the same lists. Unless `refuse`, what
@@ -193,9 +194,12 @@ def open_images(config: EngineConfig, directory: Path, spec: ModelSpec, tokenize
 
 def refuse_images(items: Any) -> None:
     """Of a model that takes none. Errors: InvalidRequestError."""
-    if items is not None and not (isinstance(items, list) and list.__len__(items) == 0):
-        first = items[0] if isinstance(items, (list, tuple)) else items
-        raise InvalidRequestError(f"image_data[0] is {told(first)}, but this model takes no images; leave it out.")
+    given = items if isinstance(items, (list, tuple)) else [items]
+    for index, item in enumerate(given):
+        if item is not None:
+            raise InvalidRequestError(
+                f"image_data[{index}] is {told(item)}, but this model takes no images; leave it out."
+            )
 
 
 def _hash(arrays: Mapping[str, np.ndarray]) -> bytes:

@@ -87,7 +87,8 @@ def test_every_form_of_a_call(engine: Engine) -> None:
     assert [bits(o) for o in ask(engine, [ONE, TWO], [first, [first, second]])] == [one, two]
     assert [bits(o) for o in ask(engine, [ONE, TWO], [[first], [first, second]])] == [one, two]
     text = bits(engine.generate(None, GREEDY, [5, 6, 7], return_logprob=True))
-    assert [bits(o) for o in ask(engine, [[5, 6, 7], ONE], [None, first])] == [text, one]
+    for none, given in ((None, first), ([None], [None, first])):
+        assert [bits(o) for o in ask(engine, [[5, 6, 7], ONE], [none, given])] == [text, one]
     expanded = [5, *[TOKEN] * 16, 7, 8]
     assert bits(ask(engine, expanded, first)) == one
 

@@ -10,6 +10,7 @@ from checksum import checksum_engine, expected
 
 from fengine.api.engine import Engine
 from fengine.api.sessions import Sessions, Turn
+from fengine.core.images import Image, ImageSpan
 from fengine.core.request import Request
 from fengine.engine.request_state import RequestOutput, RequestState
 from fengine.engine.threads import Threads
@@ -189,11 +190,16 @@ def test_a_session_lives_as_long_as_one_of_its_turns_runs(world: World) -> None:
 
 
 def test_images_of_what_is_cut_off_are_gone() -> None:
-    """One is kept as long as its placeholder is."""
-    above = Turn("a", "s", None, 0, [1, -1, 2, -1, 3], output=[4], images=("x", "y"))
-    for kept, images in ((6, ["x", "y"]), (4, ["x", "y"]), (3, ["x"]), (1, [])):
-        below = Turn("b", "s", above, kept, [-1, 5], images=("z",))
-        assert below.prompt() == ([1, -1, 2, -1, 3, 4][:kept] + [-1, 5], [*images, "z"])
+    """An offset counts their tokens, as all others, and cuts none."""
+    x, y, z = (Image(name, 2, 1, {}) for name in (b"x", b"y", b"z"))
+    above = Turn("a", "s", None, 0, [1, 9, 9, 9, 9, 3], output=[4], images=(ImageSpan(1, x), ImageSpan(3, y)))
+    for kept, spans in ((7, [(1, x), (3, y)]), (5, [(1, x), (3, y)]), (3, [(1, x)]), (1, []), (0, []), (4, None)):
+        below = Turn("b", "s", above, kept, [5, 9, 9], images=(ImageSpan(1, z),))
+        if spans is None:
+            with pytest.raises(SessionError, match="offset'] cuts an image"):
+                below.prompt()
+        else:
+            assert below.prompt() == ([1, 9, 9, 9, 9, 3, 4][:kept] + [5, 9, 9], [*spans, (kept + 1, z)])
 
 
 def test_a_session_closes_after_its_timeout(world: World) -> None:

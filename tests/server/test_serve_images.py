@@ -164,6 +164,10 @@ def test_sessions_keep_their_images(engine: Engine) -> None:
     whole = engine.generate(None, GREEDY, prompt, image_data=[picture(1), picture(2)])
     assert three["output_ids"] == whole["output_ids"]
     assert three["meta_info"]["cached_tokens"] > 0
+    cut = {"id": session, "rid": one["meta_info"]["id"], "offset": one["meta_info"]["prompt_tokens"]}
+    branch = engine.generate(more, GREEDY, image_data=picture(2), session_params=cut)
+    whole = engine.generate(first + more, GREEDY, image_data=[picture(1), picture(2)])
+    assert branch["output_ids"] == whole["output_ids"]
     engine.close_session(session)
 
 
