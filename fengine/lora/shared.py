@@ -33,7 +33,7 @@ class SharedAdapters(Adapters):
         self.ask, self.folder = ask, folder
         self._folders: dict[str, Folder] = {}  # of those given as tensors
         for name, path in config.named():
-            self._enter(name, path, name in config.pinned, next(self._numbers))
+            self._enter(name, path, name in config.pinned, next(self._numbers), "")
 
     def load_tensors(self, name: Any, tensors: Any, values: Any, pinned: Any = False) -> None:
         check_arguments(tensors, values)
@@ -65,16 +65,16 @@ class SharedAdapters(Adapters):
             self._check_room(name, pinned)
             number = next(self._numbers)
             try:
-                self.ask("load", name, path or read(None), pinned, number)
+                sha256 = self.ask("load", name, path or read(None), pinned, number)
             except FengineError:
                 self.ask("unload", name, number)  # of those that have it
                 raise
-            self._enter(name, path, pinned, number)
+            self._enter(name, path, pinned, number, sha256)
 
-    def _enter(self, name: str, path: str, pinned: bool, number: int) -> None:
+    def _enter(self, name: str, path: str, pinned: bool, number: int, sha256: str) -> None:
         with self._lock:
             load = Adapter(name, number, None, pinned)
-            self._entries[name] = Entry(path, Path(path) if path else None, "", load, pinned)
+            self._entries[name] = Entry(path, Path(path) if path else None, sha256, load, pinned)
 
 
 def _plain(value: Any) -> Any:
@@ -89,13 +89,14 @@ class Replicated:
         self._changing = threading.RLock()  # one change at a time
         self.numbers = {name: number for number, (name, _) in enumerate(config.named(), 1)}
 
-    def load(self, name: str, path: str, pinned: bool, number: int) -> None:
-        """Instead of another load of that name, which a replica that is started again may have."""
+    def load(self, name: str, path: str, pinned: bool, number: int) -> str:
+        """Instead of another load of that name, which a replica that is started again may have. Returns its sha256."""
         with self._changing:
             if name in self.numbers:
                 self.unload(name, self.numbers[name])
             self.adapters.load(name, path, pinned)
             self.numbers[name] = number
+            return self.adapters.digests()[name]
 
     def unload(self, name: str, number: int) -> None:
         with self._changing:

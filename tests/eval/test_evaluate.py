@@ -86,7 +86,7 @@ def test_what_no_config_tells_of_an_engine_is_recorded(
     task = Reversal(["one"])
     fengine.evaluate(task, engine, "r")
     engine.get_server_info = lambda: {"max_req_input_len": 8} | given  # type: ignore[method-assign]
-    weights = SimpleNamespace(origin=None, writes=updates)
+    weights = SimpleNamespace(source=lambda: (None, updates))
     engine._parts = SimpleNamespace(model_dir=Path("box"), weights=weights)  # type: ignore[attr-defined]
     with pytest.raises(ResumeMismatchError, match=said):
         fengine.evaluate(task, engine, "r")
@@ -95,7 +95,8 @@ def test_what_no_config_tells_of_an_engine_is_recorded(
 def test_an_adapter_that_was_loaded_since_the_start_is_recorded(engine: FakeEngine) -> None:
     digests, other = {"a": "1"}, Reversal(["one"])
     engine.lora_adapters = lambda: {"a": "p"}  # type: ignore[attr-defined]
-    engine._parts = SimpleNamespace(adapters=SimpleNamespace(digests=lambda: digests))  # type: ignore[attr-defined]
+    parts = {"adapters": SimpleNamespace(digests=lambda: digests), "weights": SimpleNamespace(source=lambda: (None, 0))}
+    engine._parts = SimpleNamespace(**parts)  # type: ignore[attr-defined]
     fengine.evaluate(other, engine, "r", adapter="a")
     assert json.loads(Path("r/manifest.json").read_text())["in_force"]["adapter"] == {"name": "a", "sha256": "1"}
     digests["a"] = "2"

@@ -42,6 +42,7 @@ from fengine.errors import (
     StorageError,
     UnsupportedFeatureError,
 )
+from fengine.eval.runs.manifest import in_force
 from fengine.lora.shared import Replicated, SharedAdapters
 from fengine.worker.hub import BOX
 from fengine.worker.safetensors_file import leave_tensors
@@ -187,6 +188,7 @@ def test_tensors_reach_every_replica(two: Engine) -> None:
         outputs: Any = [two.generate(prompt, params, routed_dp_rank=rank) for prompt in PROMPTS]
         assert [out["text"] for out in outputs] == want != before
         assert outputs[0]["meta_info"]["weight_version"] == "half"
+    assert in_force(two)["updated_weights"] == {"updates_from_memory": 1}  # in the record of a run with them
     bad: dict[str, Any] = {"model.norm.weight": [1.0], "nobody": half}
     for name, value in bad.items():
         answer = two.update_weights_from_tensor([(name, value)])
@@ -194,6 +196,7 @@ def test_tensors_reach_every_replica(two: Engine) -> None:
     with pytest.raises(UnsupportedFeatureError, match="load_format"):
         two.update_weights_from_tensor([], load_format="mine")
     assert two.update_weights_from_disk("box", weight_version="second").success
+    assert "updated_weights" not in in_force(two)
     assert [two.generate(prompt, params)["text"] for prompt in PROMPTS] == before
 
 
@@ -235,6 +238,8 @@ def test_adapters_are_those_of_one(tmp_path: Path) -> None:
         for engine in (one, two):
             assert engine.load_lora_adapter("first", str(tmp_path / "first")).success
         assert anew(two) == (want := anew(one)) and want[0] != want[1]
+        digests: list[Any] = [engine._parts.adapters.digests()["first"] for engine in (one, two)]
+        assert digests[0] == digests[1] != ""
         names = list(two.lora_adapters())
         assert not two.load_lora_adapter("bad", str(tmp_path / "nowhere")).success
         assert "already loaded" in two.load_lora_adapter("first", str(tmp_path / "first")).error_message
@@ -491,6 +496,9 @@ def test_an_adapter_that_changes_while_it_is_looked_up_is_not_taken_for_the_old_
         def load(self, *_: Any) -> None: ...
 
         def unload(self, name: str) -> None: ...
+
+        def digests(self) -> dict[str, str]:
+            return {"a": ""}
 
     loads = Replicated(cast(Any, Changing()), LoraConfig(paths=("a=path",)))
     with pytest.raises(AdapterError, match="send it again"):

@@ -247,6 +247,8 @@ def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
         told = str(error)
         problems.append(f"sampling.{told}" if told.partition(" ")[0] in PARAMETERS else f"sampling: {told}")
     problems += outside({"max_errors": (0, None), "show": (0, None)}, vars(config))
+    several = config.trace is Trace.steps and config.engine.parallel.dp_size > 1
+    problems += held({"trace=steps is of one engine's steps; set parallel.dp_size=1, or trace=requests": several})
     return problems + engine_config.check_seed(config.seed)
 
 
