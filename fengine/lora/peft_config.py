@@ -21,7 +21,7 @@ HARMLESS = {  # what training needed, and what says nothing about the result
     "lora_dropout", "megatron_core", "qalora_group_size", "runtime_config", "eva_config",
 }  # fmt: skip
 MAX_RANK = 4096
-MAX_WORK = 1 << 17  # pieces of a pattern that are tried on one name
+MAX_WORK = 1 << 14  # pieces of a pattern that are tried on one name
 EDGES = {"AT_BEGINNING": "^", "AT_BEGINNING_STRING": r"\A", "AT_BOUNDARY": r"\b", "AT_NON_BOUNDARY": r"\B",
          "AT_END": "$", "AT_END_STRING": r"\Z"}  # fmt: skip
 ALL_LINEAR = "all-linear"
@@ -213,7 +213,7 @@ def _behind(kind: str, value: Any, text: str, places: set[int], flags: int, work
     if kind == "BRANCH":
         return set().union(*(_ends(items, text, places, flags, work) for items in value[1]))
     if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-        return _repeated(*value, text, places, flags, work)
+        return _repeated(value, text, places, flags, work)
     if kind in ("ASSERT", "ASSERT_NOT") and value[0] > 0:
         return {at for at in places if (not _ends(value[1], text, {at}, flags, work)) == (kind == "ASSERT_NOT")}
     width, one = 0, re.compile(EDGES.get(str(value), ""), flags & ~re.VERBOSE)
@@ -222,11 +222,9 @@ def _behind(kind: str, value: Any, text: str, places: set[int], flags: int, work
     return {at + width for at in places if one.match(text, at)}
 
 
-def _repeated(
-    low: int, high: int, items: Any, text: str, places: set[int], flags: int, work: Iterator[int]
-) -> set[int]:
+def _repeated(value: Any, text: str, places: set[int], flags: int, work: Iterator[int]) -> set[int]:
     """As `_ends`. Of more repeats than there are characters one is of nothing, and may be as often."""
-    ends: set[int] = set()
+    (low, high, items), ends = value, set[int]()
     for count in range(min(high, len(text) + 1) + 1):
         if count >= min(low, len(text) + 1):
             places = places - ends

@@ -121,7 +121,8 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": ["q_proj"]}, "adapter_config.json does not target its module"),
     ({"target_modules": r"transformer\.h\..*"}, "match no linear layer of this model"),
     ({"target_modules": "(a+)+$("}, "cannot be used"),
-    ({"target_modules": r"(?=x)q_proj"}, "look-around"),
+    ({"target_modules": r"(?<=x)q_proj"}, "look-around"),
+    ({"target_modules": "((((.?){60}){60}){60}){60}z"}, "takes too long"),
     ({"layers_to_transform": [0]}, "does not target its module"),
     ({"layers_to_transform": [5]}, "match no linear layer"),
     ({"layers_to_transform": "0"}, "layers_to_transform must be"),
@@ -190,6 +191,26 @@ def test_patterns_take_linear_time() -> None:
     )  # in Python's re: for ever
     with pytest.raises(AdapterError, match="match no linear layer"):
         config.targeted([module.name for site in LIMITS.sites for module in site.modules])
+
+
+BLOCKS = "self_attn|attention|attn|mlp|feed_forward|ffn|dense"
+WORDS = "q_proj|k_proj|v_proj|o_proj|gate_proj"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        rf"(?:.*?(?:language|text).*?(?:{BLOCKS}).*?(?:{WORDS}).*?)|(?:\bmodel\.layers\.[\d]{{1,}}\.(?:{BLOCKS})\.(?:(?:{WORDS}|"
+        "up_proj|down_proj|out_proj|fc1|fc2|proj|qkv|linear|dense_h_to_4h)))",
+        rf"^(model(?=\.).*\.({WORDS}))$",
+        rf"^(?!.*(?:visual|layers\.0)).*(?:{WORDS}).*",
+        r"(?i:MODEL).layers.\d{1,2}\b.\w+\.(q|up)_proj\Z",
+    ],
+)
+def test_patterns_that_trainers_write_mean_what_re_says(pattern: str) -> None:
+    """Of Unsloth, ms-swift and LLaMA-Factory."""
+    found = parse_config(GIVEN | {"target_modules": pattern}, "x").targeted(list(LIMITS.modules))
+    assert found == [name for name in LIMITS.modules if re.fullmatch(pattern, name)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
