@@ -150,7 +150,7 @@ class ChatWriter(ChoiceWriter):
         begun, good = self.called[index], [call for call in calls if not call.problem]
         good = good if self.chat.parallel else good[: 1 - begun]
         self.called[index] += len(good)
-        told = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in good]
+        told = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in good]
         if not told:
             return {}
         if self.chat.legacy:

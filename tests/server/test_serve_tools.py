@@ -113,12 +113,12 @@ def test_calls_are_parsed_whole_and_streamed(client: Any, say: Any, engine: Engi
 def test_arguments_have_the_types_of_the_tools(client: Any, say: Any, server: Live, monkeypatch: Any) -> None:
     facts = TemplateFacts(form=format_of("<tool_call> <arg_key>"))
     monkeypatch.setattr(server.service, "template_facts", lambda tools: facts)
-    text = "<tool_call>weather<arg_key>city</arg_key><arg_value>75001</arg_value></tool_call>"
-    for kind, told in (("string", "75001"), ("integer", 75001)):
+    for kind, told in (("string", "75001"), ("integer", 75001), ("string", "Köln")):
+        text = f"<tool_call>weather<arg_key>city</arg_key><arg_value>{told}</arg_value></tool_call>"
         parameters = {"type": "object", "properties": {"city": {"type": kind}}}
         tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
         (call,) = client.chat.completions.create(**say(text), tools=tools).choices[0].message.tool_calls
-        assert json.loads(call.function.arguments) == {"city": told}
+        assert call.function.arguments == json.dumps({"city": told}, ensure_ascii=False)
         parser = FunctionCallParser([Tool(Function("weather", parameters=parameters))], "glm")
         (item,) = parser.parse_non_stream(text)[1]
         assert json.loads(item.parameters) == {"city": told}
