@@ -79,11 +79,13 @@ def test_parts_of_messages_are_images_as_those_of_the_column(folder: Path) -> No
         {"messages": [{"role": "user", "content": parts}]},
         {"messages": [{"role": "user", "content": [{"type": "image"}, words]}], "seen": ["of rows/1.png"]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "none.png"}]}]},
+        {"messages": [{"role": "user", "content": parts}], "seen": "of rows/2.png"},
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, second, third = open_task(CONFIG, folder).rows()
+    first, second, third, both = open_task(CONFIG, folder).rows()
     assert isinstance(first, Row) and isinstance(second, Row) and first.data == second.data
     assert isinstance(third, BadRow) and "none.png" in third.message
+    assert isinstance(both, BadRow) and "give them in one place" in both.message
     bare = open_task(replace(CONFIG, images=None), folder, lambda messages: [1])
     with pytest.raises(InputFileError, match="its messages have images, which task.images=images shows"):
         bare.asks(Row("a", rows[0]))
@@ -95,6 +97,13 @@ def test_a_run_knows_of_images_that_change(folder: Path) -> None:
     assert isinstance(list(task.rows())[3], BadRow) and index_rows(task).keys == before.keys
     picture(3).save(folder / "of rows" / "2.png")
     assert [a == b for a, b in zip(before.keys, index_rows(task).keys, strict=True)] == [True, True, False, True]
+
+
+def test_examples_are_never_shown_without_their_images(folder: Path) -> None:
+    (folder / "shown.jsonl").write_text(json.dumps({"q": "what?", "a": "it", "seen": "of rows/1.png"}))
+    config = replace(CONFIG, prompt="{q}", target="a", match=Match.exact, examples="shown.jsonl", shots=1)
+    with pytest.raises(InputFileError, match="task.examples: row 'line-1' has 'seen': examples are shown as text"):
+        open_task(config, folder).asks(Row("a", {"q": "and?", "a": "that", "seen": []}))
 
 
 def test_images_are_for_generation() -> None:

@@ -84,9 +84,10 @@ def with_digests(row: Row | BadRow, column: str, base: Path) -> Row | BadRow:
         return row
     data = row.data
     try:
-        if data.get(column) is None and data.get("messages") is not None:  # whose parts may have some
-            messages, inside = without_images(data["messages"])
-            data = data | {"messages": messages, column: inside} if inside else data
+        messages, inside = without_images(data.get("messages"))
+        if inside and data.get(column) is not None:
+            raise ValueError("the messages have images, too; give them in one place")
+        data = data | {"messages": messages, column: inside} if inside else data
         if data.get(column) is None:
             return row
         found = [{"image": item, "sha256": digest_of(item, read_image(item, base))} for item in _items(data[column])]

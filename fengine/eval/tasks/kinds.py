@@ -123,6 +123,8 @@ class _Task:
         for row in read_rows(replace(config, data=config.examples, limit=config.shots, **of_file), self.base):
             if isinstance(row, BadRow):
                 raise InputFileError(f"task.examples: {row.message}")
+            if config.images is not None and row.data.get(config.images) is not None:
+                raise InputFileError(f"task.examples: row {row.id!r} has {config.images!r}: examples are shown as text")
             target = self.target_of(row)
             answer = target[0] if isinstance(target, list) and target else target
             found.append(f"{filled(config.prompt or '', row)}{config.delimiter}{answer}\n\n")
