@@ -75,14 +75,16 @@ def _unread(calls: Sequence[ToolCall]) -> str:
 
 
 def _read_block(form: Format, block: str, end: str) -> list[ToolCall]:
-    """The calls of a block, and its `end`; one with all of its text, if any cannot be read, or there is none. Pure."""
+    """The calls of a block, and its `end`; one with all of its text, if any cannot be read, or there is none. Where no
+    end is written, text may follow the calls. Pure."""
     assert form.read is not None, "a format with markers has a reader"
     body = block.removeprefix(form.begin)
     cut = not (end or body.rstrip().endswith(form.closes))
     said = f"{'the tool call is cut off' if cut else 'there is no tool call'}: {body.strip()!r:.200}"
     found = (not cut and form.read(body)) or [ToolCall("", {}, body, said)]
     problem = next((call.problem for call in found if call.problem), None)
-    return found if problem is None else [ToolCall(found[0].name, {}, block + end, problem)]
+    whole = problem is None or not form.end and found[0].problem is None
+    return found if whole else [ToolCall(found[0].name, {}, block + end, problem)]
 
 
 def _bare(opening: str, read: Callable[[str], list[ToolCall]], text: str, last: bool) -> Parts:

@@ -28,6 +28,7 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
      "<arg_value>3</arg_value>\n</tool_call>", "Yes.", [ROME]),
     ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}, '
      '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}]', "", [PARIS, ROME]),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]; so', "; so", [PARIS]),
     ("mistral", 'So:[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]weather[CALL_ID]a1[ARGS]'
      '{"city": "Rome", "days": 3}', "So:", [PARIS, ROME]),
     ("deepseek", "I look." + DEEPSEEK.format(
