@@ -28,7 +28,6 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
      "<arg_value>3</arg_value>\n</tool_call>", "Yes.", [ROME]),
     ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}, '
      '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}]', "", [PARIS, ROME]),
-    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]; so', "; so", [PARIS]),
     ("mistral", 'So:[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]weather[CALL_ID]a1[ARGS]'
      '{"city": "Rome", "days": 3}', "So:", [PARIS, ROME]),
     ("deepseek", "I look." + DEEPSEEK.format(
@@ -228,9 +227,9 @@ def test_calls_that_cannot_be_read_stay_in_their_places() -> None:
         whole, parser = parse_output(text, BY_NAME["hermes"], thinks=True), OutputParser(BY_NAME["hermes"], thinks=True)
         assert whole.content == content and streamed(parser, list(text)) == whole
         assert whole.beside_calls == content.replace(bad, "").strip()
-    text = '{"name": "now", "parameters": {}}; {"name": "a b"} so'  # of calls and nothing else: what follows them
-    whole = parse_output(text, BY_NAME["llama"])
-    assert whole.content == '; {"name": "a b"} so' and whole.calls[0].name == "now"
+    for name, text in (("llama", '{"name": "now", "parameters": {}}'), ("mistral", '[TOOL_CALLS][{"name": "now"}]')):
+        whole = parse_output(text + '; {"name": "a b"} so', BY_NAME[name])  # formats that write no end
+        assert whole.content == '; {"name": "a b"} so' and whole.calls[0].name == "now"
     text = "<|channel|>final<|message|>a<|end|>to=functions.f<|message|>{<|call|><|channel|>final<|message|>b"
     whole = parse_output(text, BY_NAME["harmony"])
     assert whole.content == "a{b" and streamed(OutputParser(BY_NAME["harmony"]), list(text)) == whole
