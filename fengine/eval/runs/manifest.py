@@ -94,8 +94,8 @@ def _updated_weights(engine: Any) -> dict[str, Any]:
     if parts is None:  # an engine of a test
         return {}
     directory, writes = parts.weights.source()
-    others = directory is not None and Path(directory) != parts.model_dir
-    found = {"files": provenance.file_digests(Path(directory))} if others else {}
+    others = None if directory in (None, str(parts.model_dir)) else Path(directory)
+    found = {} if others is None else {"files": provenance.file_digests(others)}
     return found | ({"updates_from_memory": writes} if writes else {})
 
 
