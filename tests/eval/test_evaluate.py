@@ -96,7 +96,7 @@ def test_an_adapter_that_was_loaded_since_the_start_is_recorded(engine: FakeEngi
     digests, other = {"a": "1"}, Reversal(["one"])
     engine.lora_adapters = lambda: {"a": "p"}  # type: ignore[attr-defined]
     parts = {"adapters": SimpleNamespace(digests=lambda: digests), "weights": SimpleNamespace(source=lambda: (None, 0))}
-    engine._parts = SimpleNamespace(**parts)  # type: ignore[attr-defined]
+    engine._parts = SimpleNamespace(model_dir=Path("box"), **parts)  # type: ignore[attr-defined]
     fengine.evaluate(other, engine, "r", adapter="a")
     assert json.loads(Path("r/manifest.json").read_text())["in_force"]["adapter"] == {"name": "a", "sha256": "1"}
     digests["a"] = "2"
