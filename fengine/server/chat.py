@@ -88,7 +88,8 @@ class ChatWriter(ChoiceWriter):
 
     def _expect(self, facts: TemplateFacts, form: Format | None, constrained: bool) -> None:
         """Makes the parsers of each choice, and what counts its thoughts, where it may think, and in no channel."""
-        may_think, apart = facts.thinks and not constrained, self.chat.separate_reasoning
+        may_think = facts.thinks and not constrained
+        apart = self.chat.separate_reasoning or not self.chat.include_reasoning
         last = self.chat.messages[-1]["content"] if self.chat.continue_final else ""
         opened = may_think and (facts.opened(self.tokenizer, self.ids) or "<think>" in last.rpartition("</think>")[2])
         how: Any = {"thinks": may_think and apart, "opened": opened and apart, "forced": bool(self.chat.forced)}
@@ -139,10 +140,10 @@ class ChatWriter(ChoiceWriter):
         found = self.parsers[index].feed(output["text"], last=finish_reason(output) is not None)
         if self.thoughts:
             self.thoughts[index].feed(output["output_ids"])
-        named = dict.fromkeys(("reasoning_content", "reasoning"), found.reasoning)  # vLLM has both
-        named |= {"content": found.content}
+        thought = found.reasoning if self.chat.include_reasoning else ""
+        named = {"reasoning_content": thought, "reasoning": thought, "content": found.content}  # vLLM has both
         if not self.chat.separate_reasoning:
-            named = {"content": found.reasoning + found.content}
+            named = {"content": thought + found.content}
         told = {k: v for k, v in named.items() if v}
         return told | self._calls(index, found.calls, streamed) if found.calls else told
 

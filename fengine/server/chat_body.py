@@ -24,7 +24,7 @@ CHAT: Fields = {
     "continue_final_message": flag("The answer goes on where the last message ends."),
     "reasoning_effort": one_of("How much thought, where the template asks for it.", *EFFORTS),
     "separate_reasoning": flag("Thoughts as reasoning_content.", True),
-    "include_reasoning": flag("Another word for separate_reasoning.", True),
+    "include_reasoning": flag("Thoughts are told at all.", True),
 }
 _NAME = re.compile(r"[\w.:-]{1,128}")
 
@@ -37,8 +37,8 @@ class ChatOptions:
     """`tools`: what the template is shown, None: nothing. `callable`: the functions whose calls are looked for.
 
     `forced`: the output must be a call of one of these, and nothing else. `legacy`: the body has OpenAI's older
-    `functions`. `separate_reasoning`: thoughts are told apart from the content. `continue_final`: the last message is
-    the beginning of the answer."""
+    `functions`. `separate_reasoning`: thoughts are told apart from the content; `include_reasoning`: they are told at
+    all. `continue_final`: the last message is the beginning of the answer."""
 
     messages: Any
     tools: list[dict[str, Any]] | None
@@ -51,6 +51,7 @@ class ChatOptions:
     add_generation_prompt: bool
     continue_final: bool
     separate_reasoning: bool
+    include_reasoning: bool
 
 
 def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
@@ -72,7 +73,7 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
         template_values=values, reasoning_effort=given["reasoning_effort"],
         add_generation_prompt=given["add_generation_prompt"] is not False and not given["continue_final_message"],
         continue_final=_continued(given, messages),
-        separate_reasoning=given["separate_reasoning"] and given["include_reasoning"],
+        separate_reasoning=given["separate_reasoning"], include_reasoning=given["include_reasoning"],
     )  # fmt: skip
 
 
@@ -207,8 +208,12 @@ def _choice(choice: Any, legacy: bool, functions: Functions, has_grammar: bool) 
     Errors: ApiError."""
     name, field = ("function_call", "functions") if legacy else ("tool_choice", "tools")
     choice = "auto" if choice is None else choice
-    if choice in ("auto", "none"):
+    if choice == "none" or choice == "auto" and not (functions and has_grammar):
         return choice, ()
+    if choice == "auto":
+        raise invalid(
+            field, f"{field} are given, and a grammar, under which none can be called; give one, or {name} none."
+        )
     wanted = None if choice == "required" and not legacy else _chosen(choice, name)
     found = tuple(function for function in functions if wanted in (None, function["name"]))
     if not found:

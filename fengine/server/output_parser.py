@@ -10,7 +10,7 @@ from typing import Any
 from fengine.server.tool_calls import PYTHON_TAGS, Format, ToolCall, call_of, read_bare, read_forced, read_pythonic
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_RECIPIENT = re.compile(r"to=(?!(?:python|browser|container|assistant|user|all)\b)(?:functions\.)?([\w.-]+)")
 _HEADS = ("<|", "to=")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message of harmony
 

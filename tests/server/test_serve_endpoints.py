@@ -225,6 +225,7 @@ REFUSED = [
         {
             "text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}},
             "tools": [{"type": "function", "name": "f"}],
+            "tool_choice": "none",
         },
         "text",
     ),

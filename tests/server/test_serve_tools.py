@@ -184,6 +184,10 @@ def test_thoughts_are_told_apart(client: Any, say: Any) -> None:
         asked = say(text)
         asked["extra_body"] |= {"chat_template_kwargs": more, "separate_reasoning": False}
         assert client.chat.completions.create(**asked).choices[0].message.content == text
+        asked = say(text)
+        asked["extra_body"] |= {"chat_template_kwargs": more, "include_reasoning": False}
+        message = client.chat.completions.create(**asked).choices[0].message
+        assert (message.reasoning_content, message.content) == (None, "Yes.")
     asked = say("It is July.</think>Yes.")
     message = client.chat.completions.create(**asked, reasoning_effort="low").choices[0].message
     assert (message.reasoning_content, message.content) == ("It is July.", "Yes.")
@@ -327,6 +331,7 @@ REFUSED = [
      "tool_choice"),
     ({"tools": TOOLS[:1], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
         {"type": "function", "function": {"name": "now"}}]}}}, "tool_choice"),
+    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
     ({"tools": TOOLS * 65}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools"),

@@ -74,6 +74,8 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
      'weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>', "", [PARIS]),
     ("harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.weather<|channel|>"
      'commentary json<|message|>{"city": "Rome", "days": 3}', "I look.", [ROME]),
+    ("harmony", "<|channel|>commentary to=weather<|message|>" '{"city": "Paris"}<|call|><|channel|>commentary to=python'
+     "<|message|>1<|call|>", "1", [PARIS]),
     ("harmony", ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>', "", [PARIS]),
     ("harmony", "to be", "to be", []),
     ("harmony", "<|channel|>final<|message|>It is warm.<|return|>", "It is warm.", []),
