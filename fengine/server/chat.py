@@ -81,6 +81,7 @@ class ChatWriter(ChoiceWriter):
         super().__init__(request, arguments, tokenizer, head, [self.ids])
         self.form = facts.form  # of the calls that the template writes
         self.called = [0] * len(self._drawn)  # calls of a choice so far
+        self.held = [""] * len(self._drawn)  # a thought that is told when it has ended
         last = chat.messages[-1]
         echoes = given["echo"] and last.get("role") == "assistant" and isinstance(last.get("content"), str)
         self.echo = last["content"] if echoes else ""
@@ -137,10 +138,12 @@ class ChatWriter(ChoiceWriter):
 
     def parts(self, index: int, output: Output, streamed: bool) -> dict[str, Any]:
         """What is new: content, reasoning_content and calls, as far as there is any."""
-        found = self.parsers[index].feed(output["text"], last=finish_reason(output) is not None)
+        found = self.parsers[index].feed(output["text"], last=(last := finish_reason(output) is not None))
         if self.thoughts:
             self.thoughts[index].feed(output["output_ids"])
-        thought = found.reasoning if self.chat.include_reasoning else ""
+        thought = self.held[index] + found.reasoning if self.chat.include_reasoning else ""
+        tells = self.chat.stream_reasoning or found.content or found.calls or last
+        thought, self.held[index] = (thought, "") if tells else ("", thought)
         named = {"reasoning_content": thought, "reasoning": thought, "content": found.content}  # vLLM has both
         if not self.chat.separate_reasoning:
             named = {"content": thought + found.content}

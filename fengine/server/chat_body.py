@@ -25,6 +25,7 @@ CHAT: Fields = {
     "reasoning_effort": one_of("How much thought, where the template asks for it.", *EFFORTS),
     "separate_reasoning": flag("Thoughts as reasoning_content.", True),
     "include_reasoning": flag("Thoughts are told at all.", True),
+    "stream_reasoning": flag("A stream tells them piece by piece; false: each when it is whole.", True),
 }
 _NAME = re.compile(r"[\w.:-]{1,128}")
 
@@ -38,7 +39,7 @@ class ChatOptions:
 
     `forced`: the output must be a call of one of these, and nothing else. `legacy`: the body has OpenAI's older
     `functions`. `separate_reasoning`: thoughts are told apart from the content; `include_reasoning`: they are told at
-    all. `continue_final`: the last message is the beginning of the answer."""
+    all; `stream_reasoning`: piece by piece. `continue_final`: the last message is the beginning of the answer."""
 
     messages: Any
     tools: list[dict[str, Any]] | None
@@ -52,6 +53,7 @@ class ChatOptions:
     continue_final: bool
     separate_reasoning: bool
     include_reasoning: bool
+    stream_reasoning: bool
 
 
 def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
@@ -74,6 +76,7 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
         add_generation_prompt=given["add_generation_prompt"] is not False and not given["continue_final_message"],
         continue_final=_continued(given, messages),
         separate_reasoning=given["separate_reasoning"], include_reasoning=given["include_reasoning"],
+        stream_reasoning=given["stream_reasoning"],
     )  # fmt: skip
 
 

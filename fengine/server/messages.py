@@ -187,9 +187,10 @@ class MessageWriter(BlockWriter):
         if did == "open":
             return _event("content_block_start", index=block.index, content_block=_block(block, ""))
         if did == "close":
-            return _event("content_block_stop", index=block.index)
+            signed = _delta(block, "signature_delta", signature="") if block.kind == "reasoning" else b""
+            return signed + _event("content_block_stop", index=block.index)
         kind, name = DELTAS[block.kind]
-        return _event("content_block_delta", index=block.index, delta={"type": kind, name: said})
+        return _delta(block, kind, **{name: said})
 
     def ending(self, output: Output) -> bytes:
         told = self._told(output)
@@ -212,6 +213,10 @@ class MessageWriter(BlockWriter):
 
 def _event(type: str, **more: Any) -> bytes:
     return event({"type": type, **more}, type)
+
+
+def _delta(block: Block, kind: str, **said: str) -> bytes:
+    return _event("content_block_delta", index=block.index, delta={"type": kind, **said})
 
 
 def _block(block: Block, said: str) -> dict[str, Any]:

@@ -215,6 +215,8 @@ def test_an_aborted_message_names_no_reason_of_the_models() -> None:
         answer = writer.answer({"meta_info": meta})
         assert answer["stop_reason"] is answer["stop_sequence"] is None and answer["usage"]["output_tokens"] == 2
         assert b'"delta": {"stop_reason": null, "stop_sequence": null}' in writer.ending({"meta_info": meta})
+    closing = [MessageWriter(nothing, {}, "box").step("close", Block(kind, 0), "") for kind in ("reasoning", "text")]
+    assert ["signature_delta" in str(one) for one in closing] == [True, False]  # as Anthropic ends a thought
 
 
 def test_messages_are_chats(engine: Engine, server: Live) -> None:

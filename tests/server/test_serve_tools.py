@@ -198,6 +198,10 @@ def test_thoughts_are_told_apart(client: Any, say: Any) -> None:
     assert (message.reasoning_content, message.content) == ("so July.", "Yes.")
     parts = gathered(client.chat.completions.create(**say("<think>\nIt is July.\n</think>\n\nYes."), stream=True))
     assert (parts["reasoning_content"], parts["content"]) == ("It is July.", "Yes.")
+    asked = say("<think>\nIt is July.\n</think>\n\nYes.")
+    asked["extra_body"] |= {"stream_reasoning": False}
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert [one.reasoning_content for one in deltas if one.reasoning_content] == ["It is July."]
 
 
 def test_a_thought_ends_where_its_limit_is(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
