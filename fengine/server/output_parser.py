@@ -57,7 +57,7 @@ def _blocks(form: Format, read: Callable[[str, str], list[ToolCall]], text: str,
     content, marker, at = _cut(text, 0, form.begins, last)
     calls, unread = list[ToolCall](), ""
     while marker:
-        block, (body, end, at) = marker, _cut(text, at, (form.end or form.begin,), last)
+        block, (body, end, at) = marker, _cut(text, at, (form.end,) if form.end else form.begins, last)
         if not end and not last:
             break
         found, more, marker = read(block + body, end if form.end else ""), "", end

@@ -4,6 +4,7 @@ hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call> (Hermes, Qwen
 qwen_xml  <tool_call><function=name><parameter=key>value</parameter></function></tool_call> (Qwen3-Coder)
 glm       <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call> (GLM-4.5)
 mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …] or [TOOL_CALLS]name[ARGS]{…}
+granite   <|tool_call|>[{"name": …, "arguments": {…}}, …]; <tool_call> as well (Granite 3)
 deepseek  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>[function<｜tool▁sep｜>]name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…
 kimi      <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>…, in a section
 minimax   <minimax:tool_call><invoke name="…"><parameter name="key">value</parameter></invoke></minimax:tool_call>
@@ -222,6 +223,8 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
     Format("minimax", ("<minimax:tool_call>",), ("minimax-m2",), "<minimax:tool_call>", "</minimax:tool_call>",
            _read_invokes, closes="</invoke>"),
     Format("mistral", ("[TOOL_CALLS]",), ("mistral",), "[TOOL_CALLS]", "", _read_named, "{unique:0>9.9}"),
+    Format("granite", ("<|tool_call|>",), ("granite",), "<|tool_call|>", "",
+           lambda body: read_json(body.removeprefix("<tool_call>")), bare="<tool_call>"),
     Format("glm", ("<tool_call>", "<arg_key>"), ("glm", "glm45", "glm47"), "<tool_call>", "</tool_call>", _GLM,
            closes="</tool_call>"),
     Format("qwen_xml", ("<tool_call>", "<function="), ("qwen3_coder",), "<tool_call>", "</tool_call>",

@@ -30,6 +30,8 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
      '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}]', "", [PARIS, ROME]),
     ("mistral", 'So:[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]weather[CALL_ID]a1[ARGS]'
      '{"city": "Rome", "days": 3}', "So:", [PARIS, ROME]),
+    ("granite", 'So.<|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]<tool_call>[{"name": "weather", '
+     '"arguments": {"city": "Rome", "days": 3}}]', "So.", [PARIS, ROME]),
     ("deepseek", "I look." + DEEPSEEK.format(
         'function<｜tool▁sep｜>weather\n```json\n{"city": "Paris"}\n```',
         'function<｜tool▁sep｜>weather\n```json\n{"city": "Rome", "days": 3}\n```'), "I look.", [PARIS, ROME]),
@@ -269,6 +271,7 @@ def test_templates_tell_their_format() -> None:
         ("{% if tools %}[func_name1(params_name1=params_value1...)]", "pythonic"),
         ("<|tool_list_start|>", "lfm2"),
         ("[TOOL_CALLS]", "mistral"),
+        ("<|tool_call|>", "granite"),
         ("<｜tool▁calls▁begin｜>", "deepseek"),
         ("<|tool_calls_section_begin|>", "kimi"),
         ("<minimax:tool_call>", "minimax"),
