@@ -92,9 +92,10 @@ def check_written(messages: list[dict[str, Any]], rendered: str, render: Callabl
     """A template may pass over a message of a role that it does not know, or in such a place, and nobody would hear of
     it. What does not stand in `rendered` as it is may be written otherwise: then another text there changes it. Errors:
     InvalidRequestError."""
+    known = {"user", "assistant"}  # roles that need no look, or were seen to be written otherwise
     for i, message in enumerate(messages):
         content, role = message.get("content"), message["role"]
-        if role in ("user", "assistant") or not isinstance(content, str) or content.strip() in rendered:
+        if role in known or not isinstance(content, str) or content.strip() in rendered:
             continue
         with suppress(ChatTemplateError):
             if render([*messages[:i], {**message, "content": "x"}, *messages[i + 1 :]]) == rendered:
@@ -102,6 +103,7 @@ def check_written(messages: list[dict[str, Any]], rendered: str, render: Callabl
                     f"messages[{i}] has the role {role!r}, and this model's chat template writes nothing of it there; "
                     "give it another role (a system message often stands in front), or leave it out."
                 )
+        known.add(role)
 
 
 def left_open(messages: list[dict[str, Any]], rendered: str, render: Callable[[Any], str]) -> str:
