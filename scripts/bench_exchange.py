@@ -29,13 +29,19 @@ from fengine.ops import columns, copy_engines, exchange, linear, peers, rms_norm
 from fengine.ops.columns import Columns, Group
 from fengine.worker.process_group import group_of, process_group
 
-SHAPES = {"llama-3.1-8b": (4096, 14336), "qwen3-32b": (5120, 25600)}
-LAYERS = {"llama-3.1-8b": (4096, 14336, 4096), "qwen3-32b": (5120, 25600, 8192)}  # and the width of all heads
+SHAPES = {"llama-3.1-8b": (4096, 14336), "qwen3-32b": (5120, 25600), "llama-3.1-70b": (8192, 28672)}
+LAYERS = {
+    "llama-3.1-8b": (4096, 14336, 4096),
+    "qwen3-32b": (5120, 25600, 8192),
+    "llama-3.1-70b": (8192, 28672, 8192),
+}  # and the width of all heads
 ROWS = (1, 8, 32, 128, 512, 2048, 4096)
 SWEEP: tuple[dict[str, int], ...] = (
-    {}, {"LARGE": 2048}, {"LARGE": 8192}, {"CHANNELS": 132}, {"CHANNELS": 396}, {"CHANNELS": 528},
-    {"CHANNELS": 528, "LARGE": 2048}, {"MOST_SMALL": 1 << 17},
+    {}, {"LARGE": 4096}, {"LARGE": 16384}, {"CHANNELS": 132}, {"CHANNELS": 528, "LARGE": 4096}, {"MOST_SMALL": 1 << 16},
+    {"MOST_SMALL": 1 << 18},
 )  # fmt: skip
+SIZES = ((1, 4096), (8, 4096), (8, 14336), (32, 5120), (32, 14336), (32, 25600), (128, 5120), (128, 25600), (256, 8192),
+         (256, 25600), (512, 5120), (512, 25600), (1024, 25600))  # fmt: skip
 
 
 def world() -> Any:
@@ -145,15 +151,7 @@ def sweep(args: Any) -> list[dict[str, Any]]:
             setattr(exchange, name, value)
         with joined(args, f"sweep{number}") as group:
             row: dict[str, Any] = {"changes": changes}
-            for rows, width in [
-                (1, 4096),
-                (8, 4096),
-                (32, 14336),
-                (128, 4096),
-                (512, 4096),
-                (2048, 4096),
-                (2048, 14336),
-            ]:
+            for rows, width in SIZES:
                 row[f"{rows}x{width}"] = checked_us(group, part_of(rows, width, group))
             found.append(row)
             tell(args, row)

@@ -17,8 +17,8 @@ from fengine.ops.copy_engines import Dock
 from fengine.ops.registration import begin, dependent_launch, register, tl, triton, wait
 
 CHANNELS = 256  # programs at most: all of them run at once
-SMALL, LARGE = 512, 4096  # words of a slot: with the number of their use beside each, and with a flag behind all
-MOST_SMALL = 1 << 18  # words of a part that goes in small chunks, so that it is at most two of each channel
+SMALL, LARGE = 512, 8192  # words of a slot: with the number of their use beside each, and with a flag behind all
+MOST_SMALL = 1 << 17  # words of a part that goes in small chunks: one of each channel
 
 
 class Mail:
@@ -38,16 +38,16 @@ def inbox_bytes(size: int) -> int:
     return CHANNELS * 2 * size * (SMALL * 8 + LARGE * 4 + 4)
 
 
-@triton.jit(do_not_specialize=["n", "rank", "off"])
+@triton.jit(do_not_specialize=["rows", "rank", "off"])
 def exchange_kernel(
-    x_ptr, out_ptr, peer_ptr, used_ptr, stop_ptr, n, w, width, rank, off, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    x_ptr, out_ptr, peer_ptr, used_ptr, stop_ptr, rows, w, width, rank, off, SIZE: tl.constexpr, CHUNK: tl.constexpr,
     SLOT: tl.constexpr, TAGGED: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """n words of rows of w; the whole rows have `width`. `off`: bytes from an inbox's begin to its large slots."""
+    """Rows of w words; the whole rows have `width`. `off`: bytes from an inbox's begin to its large slots."""
     begin(PDL)
     wait(PDL)
     channel = tl.program_id(0)
-    use = tl.load(used_ptr + channel)
+    use, n = tl.load(used_ptr + channel), rows * w  # of w is known by what it can be divided
     j = tl.arange(0, CHUNK)
     for chunk in range(channel, tl.cdiv(n, CHUNK), tl.num_programs(0)):
         use += 1
@@ -66,7 +66,7 @@ def exchange_kernel(
                 tl.store(tl.multiple_of(inbox.to(tl.pointer_type(tl.int64)), 16) + (slot + rank) * SLOT + j, both)
             else:
                 large = tl.multiple_of((inbox + off).to(tl.pointer_type(tl.int32)), 16)
-                tl.store(large + (slot + rank) * SLOT + j, word, mask=inside)
+                tl.store(large + (slot + rank) * SLOT + j, word)  # all of the slot: by fours, without a mask
                 tl.debug_barrier()  # all words are written before the flag is
                 flag = large + CHANNELS * 2 * SIZE * SLOT + slot + rank
                 tl.atomic_xchg(flag, use, sem="release", scope="sys")
@@ -88,7 +88,7 @@ def exchange_kernel(
                 while (found != use) & (tl.load(stop_ptr, volatile=True) == 0):
                     found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 tl.debug_barrier()
-                word = tl.load(large + (slot + peer) * SLOT + j, mask=inside, other=0, volatile=True)
+                word = tl.load(large + (slot + peer) * SLOT + j, volatile=True)
             there = peer * w + column
             tl.store(out_ptr + to + there, word, mask=inside & (there < width))
         tl.debug_barrier()  # every thread has read the chunk before the next one tells the peer so
@@ -115,7 +115,7 @@ def exchange(x_TN: Tensor, width: int, rank: int, peer_P: Tensor, used_C: Tensor
         chunk = SMALL // 2 if n <= CHANNELS * SMALL // 2 else slot  # a wave of shorter programs is faster
         grid = (min(triton.cdiv(n, chunk), CHANNELS),)
         launcher(exchange_kernel, grid)(
-            words(x_TN.contiguous()), words(out_TN), peer_P, used_C, stop, n, w, width // scale, rank,
+            words(x_TN.contiguous()), words(out_TN), peer_P, used_C, stop, tokens, w, width // scale, rank,
             CHANNELS * 2 * size * SMALL * 8, size, chunk, slot, tagged, CHANNELS, num_warps=4 if tagged else 8,
             num_stages=1, **dependent_launch(x_TN.device.index),
         )  # fmt: skip
