@@ -250,20 +250,19 @@ def format_of(template: str) -> Format | None:
 
 def forced_schema(functions: Sequence[dict[str, Any]], parallel: bool) -> dict[str, Any]:
     """The JSON schema of a list of calls, at least one: [{"name": …, "arguments": …}]. Pure."""
-    definitions: dict[str, Any] = {}
-    items = []
+    definitions, items = dict[str, Any](), list[dict[str, Any]]()
     for i, function in enumerate(functions):
-        parameters = _moved(function.get("parameters") or {"type": "object"}, f"{i}.")
-        if isinstance(parameters, dict):
-            for key in ("$defs", "definitions"):
-                inner = parameters.pop(key, None)
-                definitions |= {f"{i}.{name}": value for name, value in (inner or {}).items()}
-        properties = {"name": {"const": function["name"]}, "arguments": parameters}
+        definitions[str(i)] = _moved(function.get("parameters") or {"type": "object"}, root := f"#/$defs/{i}")
+        properties = {"name": {"const": function["name"]}, "arguments": {"$ref": root}}
         items.append({"type": "object", "properties": properties, "required": ["name", "arguments"],
                       "additionalProperties": False})  # fmt: skip
     schema: dict[str, Any] = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}
-    schema |= {"minItems": 1, "maxItems": MAX_CALLS if parallel else 1}
-    return schema | ({"$defs": definitions} if definitions else {}) | {"x-guidance": COMPACT}
+    return schema | {
+        "minItems": 1,
+        "maxItems": MAX_CALLS if parallel else 1,
+        "$defs": definitions,
+        "x-guidance": COMPACT,
+    }
 
 
 def strict_tag(form: Format, functions: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -281,13 +280,13 @@ def strict_tag(form: Format, functions: Sequence[dict[str, Any]]) -> dict[str, A
     return {"structures": structures, "triggers": [form.begin]}
 
 
-def _moved(schema: Any, prefix: str) -> Any:
-    """A copy whose references point to definitions at the root, by names with a prefix. Pure."""
+def _moved(schema: Any, root: str) -> Any:
+    """A copy whose references point below `root`, where it stands now. Pure."""
     if isinstance(schema, list):
-        return [_moved(one, prefix) for one in schema]
+        return [_moved(one, root) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    copy = {key: _moved(value, prefix) for key, value in schema.items()}
+    copy = {key: _moved(value, root) for key, value in schema.items()}
     if isinstance(reference := schema.get("$ref"), str):
-        copy["$ref"] = re.sub(r"^#/(?:\$defs|definitions)/", f"#/$defs/{prefix}", reference)
+        copy["$ref"] = re.sub("^#", root, reference)
     return copy

@@ -296,13 +296,17 @@ def test_a_forced_call_is_read_or_is_content() -> None:
     assert OutputParser(None, forced=True).feed(text[:-5], last=True) == Delta(content=text[:-5])
 
 
-def test_the_forced_schema_keeps_each_functions_definitions() -> None:
+def test_the_forced_schema_keeps_each_functions_references() -> None:
     point = {"$defs": {"P": {"type": "integer"}}, "type": "object", "properties": {"x": {"$ref": "#/$defs/P"}}}
-    schema = forced_schema([{"name": "f", "parameters": point}, {"name": "g"}], parallel=False)
-    first, second = schema["items"]["anyOf"]
-    assert first["properties"]["arguments"]["properties"]["x"] == {"$ref": "#/$defs/0.P"}
-    assert schema["$defs"] == {"0.P": {"type": "integer"}} and schema["maxItems"] == schema["minItems"] == 1
-    assert second["properties"] == {"name": {"const": "g"}, "arguments": {"type": "object"}}
+    tree = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}}
+    schema = forced_schema(
+        [{"name": "f", "parameters": point}, {"name": "g"}, {"name": "t", "parameters": tree}], False
+    )
+    for i, (item, name) in enumerate(zip(schema["items"]["anyOf"], "fgt", strict=True)):
+        assert item["properties"] == {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}}
+    assert schema["$defs"]["0"]["properties"]["x"] == {"$ref": "#/$defs/0/$defs/P"}
+    assert schema["$defs"]["2"]["properties"]["kids"]["items"] == {"$ref": "#/$defs/2"}
+    assert schema["$defs"]["1"] == {"type": "object"} and schema["maxItems"] == schema["minItems"] == 1
     assert point["$defs"] and forced_schema([{"name": "g"}], parallel=True)["maxItems"] == 16
 
 
