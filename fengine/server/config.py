@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fengine.server.tool_calls import FORMS
+
 Rule = tuple[Callable[[Any], object], str]  # whether a value is right, and what it must be
 
 
@@ -22,6 +24,7 @@ RULES: dict[str, Rule] = {
     "port": (lambda number: 0 <= number <= 65535, "must be in [0, 65535], where 0 takes a free one"),
     "root_path": (lambda text: re.fullmatch(r"(/[\w.~-]+)*", str(text)), "must be like /llm, without a / at its end"),
     "sampling_defaults": _one_of("model", "openai"),
+    "tool_call_parser": (lambda name: name is None or name in FORMS, f"must be one of {', '.join(FORMS)}, or null"),
     "log": _one_of("text", "json", "none"),
     "log_level": _one_of("debug", "info", "warning", "error"),
     "drain_seconds": (lambda number: number >= 0, "must be at least 0"),
@@ -45,9 +48,10 @@ class ServerConfig:
     `any_model_name`: a name that is not known is the model's, too. `allow_origins`: web pages that may ask; "*": all.
     `root_path`: what a proxy in front of it puts before every path, which then may stand there, or not.
     `status_seconds`: between two lines of the log, while there is work. `sampling_defaults`: what holds where a body
-    gives nothing, "model" those of generation_config.json, "openai" OpenAI's. A row is one sample of one prompt. All
-    streams together send about `chunks_per_second`, and each one at least 4: where tokens come faster, several travel
-    in a chunk; .inf: never."""
+    gives nothing, "model" those of generation_config.json, "openai" OpenAI's. `tool_call_parser`: SGLang's name for how
+    calls are written; None: as the chat template teaches. A row is one sample of one prompt. All streams together send
+    about `chunks_per_second`, and each one at least 4: where tokens come faster, several travel in a chunk; .inf:
+    never."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -62,6 +66,7 @@ class ServerConfig:
     access_log: bool = False
     status_seconds: float = 10.0
     sampling_defaults: str = "model"
+    tool_call_parser: str | None = None
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
     max_samples: int = 128

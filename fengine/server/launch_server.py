@@ -11,6 +11,7 @@ from fengine.api.server_args import ServerArgs, prepare_server_args
 from fengine.api.sglang_args import FOREIGN, HARMLESS, SERVERS
 from fengine.errors import ConfigError, FengineError, MissingExtraError, UnsupportedFeatureError
 from fengine.server.config import ServerConfig, check, log_to_stderr
+from fengine.server.parsers import THINKS
 
 try:
     from fengine.server.server import listen, serve
@@ -27,13 +28,14 @@ def config_of(args: ServerArgs) -> ServerConfig:
     """What of them is the server's. Errors: ConfigError; UnsupportedFeatureError with all that is not built."""
     values: dict[str, Any] = vars(args)
     bad = [name for name in HARMLESS[SERVERS] if name not in DONE | IDLE and values[name] not in (None, FOREIGN[name])]
+    bad += ["reasoning_parser"] if values["reasoning_parser"] not in (None, *THINKS) else []
     if bad:
         shown = ", ".join(f"{name}={values[name]!r:.80}" for name in bad)
         raise UnsupportedFeatureError(f"not built in this server: {shown}. Leave these arguments out.")
     config = ServerConfig(
         host=values["host"], port=values["port"], api_key=values["api_key"], admin_key=values["admin_api_key"],
         model_name=args.served_model_name, any_model_name=True, sampling_defaults=args.sampling_defaults or "model",
-        root_path=values["fastapi_root_path"] or "",
+        root_path=values["fastapi_root_path"] or "", tool_call_parser=values["tool_call_parser"],
     )  # fmt: skip
     if problems := check(config):
         raise ConfigError("\n".join(problems))
@@ -42,8 +44,8 @@ def config_of(args: ServerArgs) -> ServerConfig:
 
 def launch_server(server_args: ServerArgs) -> int:
     """Serves until a signal ends it; returns the exit code. The address is taken before the model is loaded. Thoughts
-    and tool calls are told from the model's template: `reasoning_parser` and `tool_call_parser` are not read. Errors:
-    ConfigError, UnsupportedFeatureError, ModelLoadError and kinds."""
+    are told by the model's template, whichever `reasoning_parser` is given. Errors: ConfigError,
+    UnsupportedFeatureError, ModelLoadError and kinds."""
     config = config_of(server_args)
     log_to_stderr(config.log)
     done = {name: HARMLESS[SERVERS][name] for name in DONE}  # a key, or a port, is no word to an engine, nor to a log

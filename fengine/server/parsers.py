@@ -11,9 +11,8 @@ from fengine.errors import UnsupportedFeatureError
 from fengine.server.chat_body import tools_of
 from fengine.server.fields import Fields, array, take, text
 from fengine.server.output_parser import Delta, OutputParser
-from fengine.server.tool_calls import FORMATS
+from fengine.server.tool_calls import FORMS
 
-FORMS = {alias: form for form in FORMATS for alias in form.aliases}  # by SGLang's names
 OPENED = ("deepseek-r1", "qwen3-thinking", "step3", "minimax")  # whose answers are thoughts until </think>
 THINKS = (*OPENED, "qwen3", "deepseek-v3", "glm45", "nano_v3", "interns1", "gpt-oss")
 CALLS: Fields = {"text": text("An answer."), "tools": array("Functions that may be called."),

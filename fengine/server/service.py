@@ -30,6 +30,7 @@ from fengine.server.draw_limits import DrawLimits, also_barring
 from fengine.server.errors import ApiError, api_error_of, invalid, tokenizer_of, unsupported
 from fengine.server.metrics import Meter
 from fengine.server.template_facts import template_facts
+from fengine.server.tool_calls import FORMS
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.generation_config import read_sampling_defaults
 
@@ -66,7 +67,8 @@ class Service:
         self.sampling_defaults = {} if config.sampling_defaults == "openai" else read_sampling_defaults(model_dir)
         self.rows = 0  # that are open
         self._lock = threading.Lock()  # of `rows`
-        self.template_facts = cache(lambda tools: template_facts(self.tokenizer, tools))
+        form = FORMS.get(config.tool_call_parser or "")
+        self.template_facts = cache(lambda tools: template_facts(self.tokenizer, tools, form))
         self._pool = ThreadPoolExecutor(THREADS, "fengine-serve")
         self._probe: asyncio.Future[Any] | None = None
 

@@ -72,10 +72,11 @@ def thought_limit(most: int | None, thoughts: Sequence[ThoughtTokens]) -> Though
     return ThoughtLimit(most, thoughts[0].begin, thoughts[0].end, thoughts[0].opened)
 
 
-def template_facts(tokenizer: Any, tools: bool) -> TemplateFacts:
-    """Of the template that is used with or without tools. Errors: InvalidRequestError, ChatTemplateError."""
+def template_facts(tokenizer: Any, tools: bool, form: Format | None = None) -> TemplateFacts:
+    """Of the template that is used with or without tools, but for a `form` that is given. Errors: InvalidRequestError,
+    ChatTemplateError."""
     source = tokenizer.template_of(tools)[0]
-    form = format_of(source)
+    form = form or format_of(source)
     added = tokenizer.backend.get_added_tokens_decoder().values() if form is not None else ()
     hidden = form is not None and any(token.special and token.content == form.begin for token in added)
     return TemplateFacts(form, hidden, "think>" in source)  # DeepSeek-R1's names </think> alone

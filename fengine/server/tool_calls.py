@@ -236,6 +236,8 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
     Format("llama", ("tools", '"parameters"'), ("llama3",)),
 )  # fmt: skip
 
+FORMS = {alias: form for form in FORMATS for alias in form.aliases}  # by SGLang's names
+
 
 def new_call_id(form: Format | None, name: str, index: int, unique: str) -> str:
     """The id of call number `index` of a chat, from 0: of Mistral's templates nine letters or digits, of Kimi's by the

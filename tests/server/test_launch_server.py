@@ -76,8 +76,11 @@ def test_a_runtimes_settings_are_words() -> None:
 def test_what_is_the_servers_of_the_settings() -> None:
     given: dict[str, Any] = {"host": "::1", "port": 5, "api_key": "k", "skip_server_warmup": True, "warmups": "x"}
     assert launch_server.config_of(ServerArgs("box", **given)) == ServerConfig("::1", 5, "k", any_model_name=True)
-    told = launch_server.config_of(ServerArgs("box", admin_api_key="a", fastapi_root_path="/llm"))  # type: ignore[call-arg]
-    assert told == ServerConfig(port=30000, admin_key="a", root_path="/llm", any_model_name=True)
+    given = {"admin_api_key": "a", "fastapi_root_path": "/llm", "tool_call_parser": "llama3"}
+    told = launch_server.config_of(ServerArgs("box", **given))
+    assert told == ServerConfig(
+        port=30000, admin_key="a", root_path="/llm", any_model_name=True, tool_call_parser="llama3"
+    )
     chosen = ServerArgs("box", served_model_name="m", sampling_defaults="openai")
     assert launch_server.config_of(chosen) == ServerConfig(
         port=30000, model_name="m", any_model_name=True, sampling_defaults="openai"
@@ -89,6 +92,8 @@ def test_what_is_the_servers_of_the_settings() -> None:
     [
         (["--ssl-keyfile", "k"], "not built in this server: ssl_keyfile='k'"),
         (["--port", "70000"], "serve.port must be in"),
+        (["--tool-call-parser", "nobody"], "serve.tool_call_parser must be one of gpt-oss, "),
+        (["--reasoning-parser", "nobody"], "not built in this server: reasoning_parser='nobody'"),
         (["--quantization", "gguf"], "quantization='gguf' (quantized weights"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
     ],

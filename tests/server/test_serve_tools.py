@@ -14,10 +14,12 @@ from serving import Live, live, post, until  # noqa: E402
 from fengine.api.engine import Engine  # noqa: E402
 from fengine.api.io_struct import Function, Tool  # noqa: E402
 from fengine.server.chat import ChatWriter  # noqa: E402
+from fengine.server.config import ServerConfig  # noqa: E402
 from fengine.server.openai_body import read_chat  # noqa: E402
 from fengine.server.output_parser import OutputParser  # noqa: E402
 from fengine.server.parsers import FunctionCallParser  # noqa: E402
 from fengine.server.responses import to_chat  # noqa: E402
+from fengine.server.service import Service  # noqa: E402
 from fengine.server.template_facts import TemplateFacts, ThoughtTokens  # noqa: E402
 from fengine.server.tool_calls import format_of  # noqa: E402
 
@@ -122,6 +124,12 @@ def test_arguments_have_the_types_of_the_tools(client: Any, say: Any, server: Li
         parser = FunctionCallParser([Tool(Function("weather", parameters=parameters))], "glm")
         (item,) = parser.parse_non_stream(text)[1]
         assert json.loads(item.parameters) == {"city": told}
+
+
+def test_a_format_that_is_given_goes_before_the_templates(engine: Engine) -> None:
+    for name, form in (("llama3", "llama"), (None, "hermes")):
+        found = Service(engine, ServerConfig(tool_call_parser=name)).template_facts(True).form
+        assert found is not None and found.name == form
 
 
 def test_ids_of_calls_are_those_of_the_format(client: Any, say: Any, server: Live, monkeypatch: Any) -> None:
