@@ -62,7 +62,7 @@ def _qwen2_5_vl(**more: Any) -> Any:
 
 
 def _qwen3_vl(**more: Any) -> Any:
-    axes = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    axes = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     text = TEXT | {"head_dim": 16, "rope_parameters": axes, "num_hidden_layers": 3}
     vision = VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS, **more)

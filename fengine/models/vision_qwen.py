@@ -74,14 +74,15 @@ def _layers(read: ConfigReader, name: str, count: int) -> list[int]:
 AXES = ("mrope_section", "mrope_interleaved")
 
 
-def sections(config: Config, spec: ModelSpec) -> tuple[int, ...]:
-    """The axis of each rotary pair: in blocks, or taking turns. Pure. Errors: ModelLoadError."""
+def sections(config: Config, spec: ModelSpec, third: bool) -> tuple[int, ...]:
+    """The axis of each rotary pair: in blocks, or, in Qwen3, taking turns. As in transformers, `mrope_interleaved` does
+    not tell which. Pure. Errors: ModelLoadError."""
     text = config.get("text_config") or config
     found = {**objects(text, "rope_scaling"), **objects(text, "rope_parameters")}
     counts, pairs = found.get("mrope_section"), spec.head_dim // 2
     if not isinstance(counts, list) or len(counts) != 3 or not all(type(c) is int and c > 0 for c in counts):
         raise ModelLoadError(f"config.json: mrope_section must be three numbers, got {counts!r:.80}.")
-    if found.get("mrope_interleaved"):
+    if third:
         axes = [0] * pairs
         for axis in (1, 2):
             axes[axis : 3 * counts[axis] : 3] = [axis] * len(range(pairs)[axis : 3 * counts[axis] : 3])
@@ -116,7 +117,7 @@ def read(whole: ConfigReader, part: ConfigReader, spec: ModelSpec, third: bool) 
     if not third and not more["window"]:
         part.problems.append("window_size holds no token")
     made = QwenVision(**{**vars(found), **more})
-    return replace(spec, vision=made, rope_sections=sections(whole.config, spec))
+    return replace(spec, vision=made, rope_sections=sections(whole.config, spec, third))
 
 
 def weights(hidden: int, vision: QwenVision, third: bool) -> list[Weight]:
