@@ -97,7 +97,8 @@ class FunctionCallParser:
         """What a piece adds; a call comes as a whole, with its last piece."""
         found = self._parser.feed(chunk_text)
         self._text += chunk_text
-        if not self._form.end and (found.calls or chunk_text.rstrip().endswith(("}", "]"))):
+        tail = "".join(self._text[-40:].split()).removesuffix("<|python_end|>")
+        if not self._form.end and (found.calls or tail.endswith(self._form.closes or ("}", "]"))):
             whole = self._new().feed(self._text, last=True)  # nobody tells which piece is the last
             calls = tuple(call for call in whole.calls if call.problem is None)[self._count :]
             self._count, found = self._count + len(calls), replace(found, calls=calls)

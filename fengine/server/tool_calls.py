@@ -232,7 +232,7 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
     Format("hermes", ("tools", "<tool_call>"), ("qwen", "qwen25", "qwen3", "hermes"), "<tool_call>", "</tool_call>",
            read_json),
     Format("lfm2", ("<|tool_list_start|>",), ("lfm2",), "<|tool_call_start|>", "<|tool_call_end|>", read_pythonic),
-    Format("pythonic", ("tools", "[func_name1("), ("pythonic",)),
+    Format("pythonic", ("tools", "[func_name1("), ("pythonic",), closes=")]"),
     Format("llama", ("tools", '"parameters"'), ("llama3",)),
 )  # fmt: skip
 

@@ -128,6 +128,9 @@ def test_calls_in_pieces_and_of_unknown_tools() -> None:
         found = [parser.parse_stream_chunk(char) for char in ";".join([said] * times)]
         assert sum((calls for _, calls in found), []) == [ITEM] * times
         assert "".join(part for part, _ in found).strip() == ("Wait." if name == "qwen25" else "")
+    chunks = ("<|python_", "start|>[weather(city=", "'Köln')]<|python_end|>")  # Llama 4's
+    parser = FunctionCallParser(TOOLS, "pythonic")
+    assert sum((parser.parse_stream_chunk(chunk)[1] for chunk in chunks), []) == [ITEM]
     assert FunctionCallParser([], "qwen25").parse_non_stream(WRITTEN["qwen25"])[1] == []
     cut = text[:-20]  # what cannot be read stays text, whole and in pieces
     assert FunctionCallParser(TOOLS, "qwen25").parse_non_stream(cut) == (cut, [])
