@@ -107,9 +107,7 @@ def read_json(body: str) -> list[ToolCall]:
         except ValueError as error:
             return [*calls, ToolCall("", {}, rest, f"the tool call is no JSON ({error}): {text.strip()!r:.200}")]
         said, rest = rest[: len(rest) - len(behind)], behind
-        calls += [
-            call_of(one, "" if i else said) for i, one in enumerate(value if isinstance(value, list) else [value])
-        ]
+        calls += [call_of(one, said) for one in (value if isinstance(value, list) else [value])]
     return calls
 
 

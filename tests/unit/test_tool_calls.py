@@ -234,6 +234,8 @@ def test_calls_that_cannot_be_read_stay_in_their_places() -> None:
     for name, text in (("llama", '{"name": "now", "parameters": {}}'), ("mistral", '[TOOL_CALLS][{"name": "now"}]')):
         whole = parse_output(text + '; {"name": "a b"} so', BY_NAME[name])  # formats that write no end
         assert whole.content == '; {"name": "a b"} so' and whole.calls[0].name == "now"
+    both = parse_output(text := '[TOOL_CALLS][{"name": "now"}, {"name": "a b"}]', BY_NAME["mistral"])
+    assert both.calls[0].problem is None and both.content == text.removeprefix("[TOOL_CALLS]")
     text = "<|channel|>final<|message|>a<|end|>to=functions.f<|message|>{<|call|><|channel|>final<|message|>b"
     whole = parse_output(text, BY_NAME["harmony"])
     assert whole.content == "a{b" and streamed(OutputParser(BY_NAME["harmony"]), list(text)) == whole
