@@ -90,20 +90,20 @@ def _check_parts(content: Any, where: str) -> None:
 
 def check_written(messages: list[dict[str, Any]], rendered: str, render: Callable[[Any], str]) -> None:
     """A template may pass over a message of a role that it does not know, or in such a place, and nobody would hear of
-    it. What does not stand in `rendered` as it is may be written otherwise: then another text there changes it. Errors:
-    InvalidRequestError."""
+    it. What does not stand in `rendered` as it is may be written otherwise: then another text there changes it. Mistral
+    leaves the system out where no user has the last word, by intent: a line of the log. Errors: InvalidRequestError."""
     known = {"user", "assistant"}  # roles that need no look, or were seen to be written otherwise
     for i, message in enumerate(messages):
         content, role = message.get("content"), message["role"]
         if role in known or not isinstance(content, str) or content.strip() in rendered:
             continue
+        known.add(role)
         with suppress(ChatTemplateError):
             if render([*messages[:i], {**message, "content": "x"}, *messages[i + 1 :]]) == rendered:
-                raise InvalidRequestError(
-                    f"messages[{i}] has the role {role!r}, and this model's chat template writes nothing of it there; "
-                    "give it another role (a system message often stands in front), or leave it out."
-                )
-        known.add(role)
+                told = f"messages[{i}] has the role {role!r}, and this model's chat template writes nothing of it there"
+                if role != "system":
+                    raise InvalidRequestError(f"{told}; give it another role, join it to another, or leave it out.")
+                logger.warning(told)
 
 
 def left_open(messages: list[dict[str, Any]], rendered: str, render: Callable[[Any], str]) -> str:

@@ -56,9 +56,12 @@ def attempt(question: tuple[str, dict[str, Any] | None, int]) -> Any:
 
 def _as_it_reads(template: jinja2.Template, given: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages in the form that the template reads: contents as texts, or as lists of parts; arguments of calls as
-    objects, or as JSON texts. Given the other one, it would write nothing of a text, a list as Python does, or a JSON
-    text in quotes."""
-    messages = given["messages"]
+    objects, or as JSON texts; OpenAI's newer role of a developer, or that of the system. Given the other one, it would
+    write nothing of a text, a list as Python does, or a JSON text in quotes."""
+    messages, developer = given["messages"], {"role": "developer"}
+    if any(developer.items() <= message.items() for message in messages):
+        if PROBE not in _written(template, given, {**developer, "content": PROBE}, {"role": "user", "content": "?"}):
+            messages = [m | {"role": "system"} if developer.items() <= m.items() else m for m in messages]
     text = PROBE in _written(template, given, {"role": "user", "content": PROBE})
     if not text or any(isinstance(message.get("content"), list) for message in messages):
         written = _written(template, given, {"role": "user", "content": [{"type": "text", "text": PROBE}]})

@@ -369,6 +369,14 @@ def test_contents_come_in_the_form_that_the_template_reads(made, tmp_path, templ
 ARGUMENTS = "message['tool_calls'][0]['function']['arguments']"
 
 
+def test_a_developer_is_the_system_where_the_template_knows_none(made, tmp_path):
+    """As OpenAI has it: Qwen's template would write nothing of the message, that of ChatML names its role."""
+    chats = [[{"role": role, "content": "Be brief."}, *CHATS[0]] for role in ("developer", "system")]
+    qwen, chatml = (chat_tokenizer(made, tmp_path, TEMPLATES[name])[0] for name in ("qwen2.5", "chatml"))
+    assert qwen.apply_chat_template(chats[0]) == qwen.apply_chat_template(chats[1])
+    assert "developer\nBe brief." in chatml.apply_chat_template(chats[0])
+
+
 @pytest.mark.parametrize(("shape", "read"), [
     (f"{ARGUMENTS} | tojson", {"a": "<é>"}), (f"'x' + {ARGUMENTS}", '{"a": "<é>"}'),
     (f"{ARGUMENTS} if {ARGUMENTS} is string else {ARGUMENTS} | tojson", None),
