@@ -288,6 +288,11 @@ def test_an_interrupted_run_goes_on(engines: list[FakeEngine], capsys: pytest.Ca
     assert run.main(["report", "o.jsonl", "out=r.html"]) == run.OK
 
 
+def test_a_run_whose_model_did_not_load_leaves_its_place_to_another(engines: list[FakeEngine]) -> None:
+    for words, code in ((["model.path=missing"], run.USAGE), (["seed=2"], run.OK), (["seed=3"], run.USAGE)):
+        assert run.main(["prompts=[a]", "out=o.jsonl", *words]) == code, words
+
+
 def test_the_file_of_another_run_is_not_overwritten(
     engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,9 +340,9 @@ def test_escapes_are_what_they_say(engines: list[FakeEngine]) -> None:
     assert config["sampling.stop"] == ["\n\n"] and config["task.prompts"] == ["a\nb\tc", "d\\ne"]
 
 
-def test_interrupt_ends_a_sweep(engines: list[FakeEngine]) -> None:
-    assert run.main(["prompts=[interrupt]", "-m", "seed=1,2,3", "view=quiet"]) == run.INTERRUPTED
-    assert len(engines[0].calls) == 1
+def test_interrupt_ends_a_sweep(engines: list[FakeEngine], capsys: Any) -> None:
+    assert run.main(["prompts=[interrupt]", "-m", "seed=1,2,3", "out='o${seed}.jsonl'"]) == run.INTERRUPTED
+    assert len(engines[0].calls) == 1 and capsys.readouterr().err.endswith("to go on, run the same command\n")
 
 
 def test_dead_engine_ends_the_run(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
@@ -467,14 +472,17 @@ def test_completion(
     assert expected in capsys.readouterr().out.split()[0]
 
 
-def test_broken_pipe_is_quiet(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_pipe_is_quiet(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def row(self: view.PlainView, row: Shown) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     with open(os.devnull, "w") as out:
         monkeypatch.setattr(view.PlainView, "row", row)
         monkeypatch.setattr(sys, "stdout", out)
-        assert run.main(["prompts=[a]"]) == run.FAILED
+        assert run.main(["prompts=[a]", "out=o.jsonl"]) == run.FAILED
+        assert "box is ready" in (said := capsys.readouterr().err) and said.endswith("to go on, run the same command\n")
+        assert run.main(["-m", "prompts=[a]", "seed=1,2"]) == run.FAILED
+        assert "Traceback" not in (said := capsys.readouterr().err) and "point 2" not in said
 
 
 # -- the real engine ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fengine.core.sampling_params import SamplingParams
 from fengine.core.scalars import told
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli import view
-from fengine.eval.cli.command import INTERRUPTED, OK, TERMINATED, composed
+from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, composed
 from fengine.eval.cli.command import parse as parse_words
 from fengine.eval.cli.compose import jobs, parse
 from fengine.eval.cli.engines import EngineCache, model_directory, refuse_sampling
@@ -101,7 +101,10 @@ def go(command: Namespace, schema: Schema, work: Callable[..., Ended], words: Se
             return run_sweep(command, schema, found, engines, run, partial(run_alone, words))
         (point,) = (job for job in found if isinstance(job, Point))
         screen = view.choose(point.config.view)
-        code, metrics = run(point, engines, screen)
+        try:
+            code, metrics = run(point, engines, screen)
+        except BrokenPipeError:  # nobody reads what it shows
+            code, metrics = FAILED, None
         if code >= INTERRUPTED or (code != OK and metrics is None):
             screen.note(how_to_go_on(point.directory, schema, point.config.out))
         return code

@@ -28,7 +28,7 @@ from fengine.eval.runs.config import EvalConfig, RunConfig, TemplateConfig, pars
 from fengine.eval.runs.config import Trace as TraceKind
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder, read_object
 from fengine.eval.runs.index import NOTHING, RowIndex, RowTable, index_rows, reopen
-from fengine.eval.runs.journal import Entry, Journal, read_at
+from fengine.eval.runs.journal import Entry, Journal, header, read_at
 from fengine.eval.runs.loop import ALIKE, Job, Loop
 from fengine.eval.runs.loop import INTERRUPTED as CUT_OFF
 from fengine.eval.runs.manifest import now
@@ -52,8 +52,7 @@ def run_point(
     None: as the point's overrides have it. `export`: the output file of a run of prompts. Errors: FengineError, with
     nothing computed; what the journal holds stays good."""
     config: EvalConfig = point.config
-    if base is None:
-        base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
+    base = base or base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
     task = open_task(config.task, base)
     rows = index_rows(task).shard(parse_shard(config.run.shard))
     theirs = export is not None and not export.device and export.path.exists() and export.path.stat().st_size
@@ -161,12 +160,16 @@ def render_of(engine: Any, chat: TemplateConfig) -> Any:
 
 def open_record(folder: RunFolder, point: Point, what: dict[str, Any], base: Path) -> dict[str, Any]:
     """The run's manifest: new, or the one that is there. Errors: ResumeMismatchError, StorageError."""
-    record = read_object(folder.path / MANIFEST)
+    record, journal = read_object(folder.path / MANIFEST), folder.path / JOURNAL
     if record is not None:
         known, allow = manifest.recorded(record, folder.path), point.config.resume.allow_code_change
-        known = manifest.completed(known, "config", manifest.settings(EvalConfig()))
-        manifest.refuse_differences(known, what, folder.path, allow_code_change=allow)
-        return record
+        size = journal.stat().st_size if journal.exists() else 0
+        if record["sessions"] or record["result"] or size > len(header(provenance.canonical(known))):
+            known = manifest.completed(known, "config", manifest.settings(EvalConfig()))
+            manifest.refuse_differences(known, what, folder.path, allow_code_change=allow)
+            return record
+        with folder.writing():  # its model was never loaded, perhaps for want of another config
+            journal.unlink(missing_ok=True)
     record = manifest.record(what, manifest.origin(point, base))
     config = yaml.safe_dump(nested(point.config), sort_keys=False, allow_unicode=True)
     words = yaml.safe_dump(list(point.overrides), allow_unicode=True)
@@ -230,9 +233,8 @@ class Run:
         seconds, figures = loop.meter.seconds, loop.meter.lines(reused)
         if trace.problem is not None:
             screen.warn(trace.problem)
-        sessions[-1] |= {"ended": now(), "seconds": round(time.perf_counter() - begun, 3)}
-        sessions[-1] |= {"how": loop.ended or "all rows", "engine": engine.stats()}
-        sessions[-1]["proofs"] = provenance.proved(engine.config.model.device)
+        sessions[-1] |= {"ended": now(), "seconds": round(time.perf_counter() - begun, 3), "engine": engine.stats()}
+        sessions[-1] |= {"how": loop.ended or "all rows", "proofs": provenance.proved(engine.config.model.device)}
         if not loop.ended:  # the manifest is written with the result
             return self.end(task, screen, figures, seconds)
         self.folder.write(MANIFEST, self.record)
@@ -256,9 +258,8 @@ class Run:
             self.export.write(self._entries())
             out = [("output", place(str(self.export.path)))]
         took = f" in {duration(seconds)}" if seconds else ""
-        rows = ("rows", _told(metrics["rows"], metrics["failed"]) + took)
         found = [(name, figure(metric)) for name, metric in metrics["metrics"].items()]
-        screen.figures([rows, *found, *figures, *out])
+        screen.figures([("rows", _told(metrics["rows"], metrics["failed"]) + took), *found, *figures, *out])
         if not found and self.export is None and metrics["failed"] < metrics["rows"]:
             screen.note("nothing was scored: add for example task.match=exact task.target=answer")
         return (FAILED if metrics["failed"] else OK), metrics

@@ -247,8 +247,8 @@ def run_sweep(
         if home is not None:
             figures += [("sweep", place(str(home / TABLE))), ("report", f"fengine report {place(str(home))}")]
         screen.figures(figures)
-        if not sweep.complete and home is not None:
-            screen.note(how_to_go_on(home, schema, key="hydra.sweep.dir"))
+        if not sweep.complete:
+            screen.note(how_to_go_on(home or Path(), schema, first.config.out, "hydra.sweep.dir"))
         return max(code, USAGE) if bad else code
 
 
@@ -273,6 +273,8 @@ def guarded(point: Point, engines: EngineCache, run: Work, screen: view.QuietVie
     except FengineError as error:
         report(error)
         return USAGE, f"{type(error).__name__}: {error}"
+    except BrokenPipeError:  # nobody reads what any point would show
+        raise
     except Exception as error:  # a fault of this program, or memory that ran out: the next point may be spared
         traceback.print_exception(error)
         engines.close()
