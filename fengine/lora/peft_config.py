@@ -28,8 +28,8 @@ ALL_LINEAR = "all-linear"
 
 
 def _names(value: Any) -> tuple[str, ...] | str | None:
-    """A regular expression as it is, a list of names as a tuple; None for anything else."""
-    listed = isinstance(value, (list, tuple)) and all(isinstance(name, str) and name for name in value)
+    """A regular expression as it is, a list of names (of a live LoraConfig a set) as a tuple; None for others."""
+    listed = isinstance(value, (list, tuple, set)) and all(isinstance(name, str) and name for name in value)
     return tuple(value) if listed else value if isinstance(value, str) else None
 
 

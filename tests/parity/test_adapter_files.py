@@ -302,7 +302,7 @@ def test_what_another_thread_has_read_meanwhile_is_not_read_again() -> None:
 
 def test_a_module_named_whole_is_meant_beside_layers_to_transform() -> None:
     """As in PEFT, where layers choose among those that end in a target, and of targets some may be no module's."""
-    named = {"target_modules": ["k_proj", "model.layers.0.self_attn.q_proj", "c_attn"], "layers_to_transform": [1]}
+    named = {"target_modules": {"k_proj", "model.layers.0.self_attn.q_proj", "c_attn"}, "layers_to_transform": [1]}
     found = parse_config(GIVEN | named, "config").targeted(list(LIMITS.modules))
     assert found == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"]
 
