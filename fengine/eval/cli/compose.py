@@ -75,9 +75,8 @@ def is_inspection(command: Namespace) -> bool:
 def points(command: Namespace, schema: Schema) -> list[Point]:
     """Every job of this call, composed and checked; nothing is written. Errors: ConfigError."""
     found = jobs(command, schema)
-    for job in found:
-        if isinstance(job, BadPoint):
-            raise ConfigError(job.message)
+    if bad := [job.message for job in found if isinstance(job, BadPoint)]:
+        raise ConfigError(bad[0])
     return [job for job in found if isinstance(job, Point)]
 
 
@@ -97,6 +96,8 @@ def jobs(command: Namespace, schema: Schema) -> list[Point | BadPoint]:
                 f"{several.input_line}: several values. {remedy},\n"
                 f"""or quote what is one text or one list: {key}='"a, b"'  {key}='["a", "b"]'"""
             )
+        if master.hydra.sweeper.get("params"):
+            raise ConfigError("hydra.sweeper.params, as an experiment may have it, is for sweeps: add -m")
         if master.hydra.runtime.choices["hydra/launcher"] != "basic":
             raise ConfigError("hydra/launcher is for sweeps: add -m and list values, seed=1,2,3")
         return [_point(master, _select(master, "hydra.run.dir"), plain, (), schema)]
@@ -110,8 +111,7 @@ def inspect(command: Namespace, schema: Schema) -> None:
             main.shell_completion(name, overrides)
             return
         compose(main, command, [o.input_line or "" for o in parsed(overrides, schema)], schema)
-        overrides.append(_job_id())
-        command.overrides = overrides
+        command.overrides = overrides = [*overrides, _job_id()]
         if command.help:
             with redirect_stdout(io.StringIO()) as text:
                 main.app_help(name, command.parser, command)
