@@ -30,7 +30,7 @@ COMPACT = {"whitespace_flexible": False}  # so that a model does not go on with 
 _NAME = re.compile(r"[\w.:-]{1,128}")
 _PYTHONIC = re.compile(r"\[?\s*[A-Za-z_][\w.]*\(")
 _BARE = re.compile(r'(?=.*"name")(?=.*"(?:arguments|parameters)")\s*(?:<\|python_tag\|>\s*)?\{', re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]*)>(.*?)(?:</parameter>|(?=\n<parameter=)|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>]*)>(.*?)(?:</parameter>|(?=\n<parameter=)|\Z)", re.DOTALL)
 _KEYWORD = re.compile(  # of Python, where it names an argument; a string, which may hold anything, is passed over
     rf"""("(?:\\.?|[^"\\])*(?:"|\Z)|'(?:\\.?|[^'\\])*(?:'|\Z))|([(,]\s*(?:{"|".join(kwlist)}))(?=\s*=)""", re.DOTALL
 )
@@ -200,13 +200,14 @@ def _read_functions(body: str) -> list[ToolCall]:
     """Calls of parameters, each up to </function>. Pure. Models leave ends out: a parameter goes up to the line of the
     next one, or to the end of its function, and a block may have several of these."""
     *whole, rest = re.split(r"</function>\s*(?=<function=|\Z)", body.strip())
-    if "<parameter=" in (left := rest.rpartition("</parameter>")[2]):
-        return [ToolCall("", {}, body, f"an argument of the tool call has no end: {left.strip()!r:.200}")]
-    calls = []
+    calls, left = [], [rest.rpartition("</parameter>")[2]]
     for part in filter(None, (*whole, rest)):
         name, _, said = part.removeprefix("<function=").partition(">")
         found = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in _PARAMETER.findall(said)}
         calls.append(replace(call_of({"name": name.strip(), "arguments": found}, part), untyped=True))
+        left.append(_PARAMETER.sub("", said))
+    if cut := next((text for text in left if "<parameter=" in text), None):
+        return [ToolCall("", {}, body, f"an argument of the tool call has no end: {cut.strip()!r:.200}")]
     return calls
 
 

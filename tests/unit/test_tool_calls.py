@@ -209,6 +209,7 @@ BROKEN = [
     ("minimax", '<minimax:tool_call><invoke name="a"></invoke><invoke name="b"><parameter name="x">1</parameter>'),
     ("minimax", '<minimax:tool_call><invoke name="a"></invoke><invoke name="b"></minimax:tool_call>'),
     ("qwen_xml", "<tool_call><function=</tool_call>"),
+    ("qwen_xml", "<tool_call><function=f>" + "<parameter=a" * 20_000 + "</function></tool_call>"),
     ("harmony", "<|channel|>commentary to=functions.weather<|message|>no JSON<|call|>"),
 ]
 
