@@ -45,6 +45,7 @@ TIMEOUTS = {  # environment variables of SGLang, which has no arguments for thes
     "scheduler.waiting_timeout": "SGLANG_REQ_WAITING_TIMEOUT",
     "scheduler.running_timeout": "SGLANG_REQ_RUNNING_TIMEOUT",
 }
+RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"  # one that changes results, and is not built
 _LORA_KEYS = {"lora_name", "lora_path", "pinned"}
 
 
@@ -90,8 +91,10 @@ def refuse_foreign(values: Mapping[str, Any]) -> None:
     for name, built in FEW_BITS.items():
         if values[name] is not None and WORDS[name].get(values[name], values[name]) not in built:
             bad.append(f"{name}={told(values[name])} (quantized weights and KV: {', '.join(built)} are built)")
+    if os.environ.get(RAW_LOGPROBS, "").lower() in ("true", "1", "yes", "y"):
+        bad.append(f"{RAW_LOGPROBS} of the environment (logprobs of outputs are behind temperature)")
     if bad:
-        raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
+        raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these out.")
 
 
 def log_harmless(values: Mapping[str, Any]) -> None:

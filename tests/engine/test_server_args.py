@@ -324,6 +324,14 @@ def test_graphs_are_captured_where_they_are_wanted() -> None:
     assert not any(bucket.graph for bucket in Buckets(64, 512, False, False, graph_rows=8).all())
 
 
+def test_a_variable_that_asks_for_other_logprobs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "False")
+    assert ServerArgs(model_path="box").to_config() == BASE
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    with pytest.raises(UnsupportedFeatureError, match="SGLANG_RETURN_ORIGINAL_LOGPROB of the environment"):
+        ServerArgs(model_path="box").to_config()
+
+
 def test_timeouts_come_from_sglangs_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (BASE.scheduler.waiting_timeout, BASE.scheduler.running_timeout) == (None, None)
     monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "0.5")
