@@ -68,7 +68,7 @@ def test_answers_are_those_of_a_server_and_of_the_engine() -> None:
     with Engine(model_path="box", enable_torch_compile=False) as engine:
         drawn = {"max_new_tokens": 6, "sampling_seed": row_seed(0, "text", 0), "temperature": 1.0}
         assert body_of(found["text"])["choices"][0]["text"] == engine.generate("Once upon", drawn)["text"]
-    assert run.main(["verify", "out.jsonl.run"]) == run.USAGE
+    assert run.main(["verify", "out.jsonl.run"]) == run.main(["rerun", "out.jsonl"]) == run.USAGE
 
 
 def test_what_is_wrong_with_a_request_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,6 +160,12 @@ def test_its_work_is_the_same_whenever_it_is_made() -> None:
     given = bench.DEFAULTS | {"requests": 5, "input": 7}
     work = bench.work_of(given, 100)
     assert work == bench.work_of(given, 100) != bench.work_of(given | {"seed": 1}, 100)
+    drawn = list[tuple[int, int]]()
+    found = bench.beside(lambda prompts, count: drawn.append((len(prompts), count)), "latency")(None, work, 1)
+    assert drawn == [(1, 1)] * 5 + [(1, work.output)] * 5, (
+        "its first token, too, as fengine's speed is of those after it"
+    )
+    assert found.keys() == {"seconds", "tok_s", "first_s"}
     assert [len(ids) for ids in work.prompts] == [7] * 5 and {*sum(work.prompts, [])} <= {*range(16, 100)}
 
 

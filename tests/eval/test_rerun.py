@@ -43,6 +43,11 @@ def test_the_same_bytes(make: Run, capsys: Any, tmp_path: Path, monkeypatch: pyt
     assert len(list(Path("runs").glob("*/*/outputs.jsonl"))) == 2
 
 
+def test_a_run_of_prompts_is_not_told_to_score(make: Run, capsys: Any) -> None:
+    assert run.main(["prompts=[a]", "out=o.jsonl", "compile=none"]) == 0
+    assert run.main(["rerun", "o.jsonl", "view=plain"]) == 0 and "nothing was scored" not in capsys.readouterr().err
+
+
 def test_changes(make: Run, capsys: Any) -> None:
     make("a")
     assert run.main(["rerun", "a", "out=b", "seed=1", "view=plain", "show=0"]) == 1

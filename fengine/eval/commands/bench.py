@@ -120,8 +120,13 @@ def latency(engine: Any, work: Work, streams: int) -> Round:
         moments = [time.perf_counter() for _ in outputs]
         firsts.append(moments[0] - start)
         walls.append(moments[-1] - start)
-    after = (statistics.median(walls) - statistics.median(firsts)) / (work.output - 1)
-    return {"seconds": statistics.median(walls), "tok_s": 1 / max(after, 1e-9), "first_s": statistics.median(firsts)}
+    return alone(firsts, walls, work)
+
+
+def alone(firsts: list[float], walls: list[float], work: Work) -> Round:
+    """Of seconds to each request's first token, and to its last."""
+    first, wall = statistics.median(firsts), statistics.median(walls)
+    return {"seconds": wall, "tok_s": (work.output - 1) / max(wall - first, 1e-9), "first_s": first}
 
 
 def throughput(engine: Any, work: Work, streams: int) -> Round:
@@ -145,16 +150,18 @@ def timed(seconds: float, work: Work) -> Round:
 def beside(draw: Callable[[list[list[int]], int], None], kind: str) -> Measured:
     """A round of Transformers' generate: one by one, or in batches as large as the engine's."""
 
+    def took(prompts: list[list[int]], count: int) -> float:
+        start = time.perf_counter()
+        draw(prompts, count)
+        return time.perf_counter() - start
+
     def run(engine: Any, work: Work, streams: int) -> Round:
-        size = 1 if kind == "latency" else engine.config.scheduler.max_running_requests
-        walls = []
-        for i in range(0, len(work.prompts), size):
-            start = time.perf_counter()
-            draw(work.prompts[i : i + size], work.output)
-            walls.append(time.perf_counter() - start)
-        if kind == "throughput":
-            return timed(sum(walls), work)
-        return {"seconds": statistics.median(walls), "tok_s": work.output / statistics.median(walls)}
+        if kind == "latency":
+            firsts, walls = ([took([ids], count) for ids in work.prompts] for count in (1, work.output))
+            return alone(firsts, walls, work)
+        size = engine.config.scheduler.max_running_requests
+        parts = [work.prompts[i : i + size] for i in range(0, len(work.prompts), size)]
+        return timed(sum(took(part, work.output) for part in parts), work)
 
     return run
 

@@ -53,7 +53,7 @@ def timings(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Errors: StorageError; ResumeMismatchError if it is of another version of fengine."""
+    """Errors: StorageError; ResumeMismatchError if it is of another version of fengine; ConfigError if of a batch."""
     manifest = read_object(folder / MANIFEST)
     if manifest is None:
         raise StorageError(f"{folder / MANIFEST} does not exist")
@@ -63,6 +63,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise StorageError(f"{folder / MANIFEST} is damaged: its config is not that of its config_sha256")
     if type(rows) is not int or not 0 <= rows <= MAX_ROWS:
         raise StorageError(f"{folder / MANIFEST} is damaged: input.rows is {rows!r:.40}")
+    if identity["config"].get("task.format") == "batch":
+        raise ConfigError(f"{folder} is of a batch, whose responses are in its OUT.jsonl; there is no more to read")
     return manifest
 
 
@@ -77,8 +79,6 @@ class Records(AbstractContextManager["Records"]):
         self.identity: dict[str, Any] = self.manifest["identity"]
         self.result: dict[str, Any] = self.manifest.get("result") or {}
         self.rows: int = self.identity["input"]["rows"]
-        if self.identity["config"].get("task.format") == "batch":
-            raise ConfigError(f"{folder} is of a batch, whose responses are in its OUT.jsonl; there is no more to read")
         self.notes: list[str] = []
         self.vouched = self.damaged = False
         self.keys, self._places = array("Q"), array("q")  # an offset in outputs.jsonl, or ~offset in the journal

@@ -250,8 +250,7 @@ class Run:
             finish(self.folder, self.record, self.table, task)
         metrics = read_metrics(self.folder, self.record)
         assert metrics is not None
-        folder = place(str(self.folder.path))
-        out = [("folder", folder)]
+        out = [("folder", folder := place(str(self.folder.path)))]
         if not (self.record.get("origin") or {}).get("swept"):
             out.append(("report", f"fengine report {shlex.quote(folder)}"))
         if self.export is not None:
@@ -260,7 +259,8 @@ class Run:
         took = f" in {duration(seconds)}" if seconds else ""
         found = [(name, figure(metric)) for name, metric in metrics["metrics"].items()]
         screen.figures([("rows", _told(metrics["rows"], metrics["failed"]) + took), *found, *figures, *out])
-        if not found and self.export is None and metrics["failed"] < metrics["rows"]:
+        asked = self.config.task.format in (Format.prompts, Format.batch)  # and nothing else
+        if not (found or asked or metrics["failed"] == metrics["rows"]):
             screen.note("nothing was scored: add for example task.match=exact task.target=answer")
         return (FAILED if metrics["failed"] else OK), metrics
 
