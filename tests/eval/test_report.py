@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+from array import array
 from base64 import b64encode
 from html.parser import HTMLParser
 from pathlib import Path
@@ -586,6 +587,16 @@ def test_points_of_several_tasks_differ_in_their_task() -> None:
     assert report_sweep.assembled(Path("s"), points, {})["keys"] == ["task.name", "seed"]
     del points[0].config["seed"], points[1].config["seed"]
     assert report_sweep.assembled(Path("s"), points, {})["keys"] == ["task.name"], "no figure over max_new_tokens"
+
+
+@pytest.mark.parametrize(("shards", "grids"), [(("1/2", "2/2"), 0), (("1/2", "1/2"), 1)])
+def test_shards_have_no_rows_in_common(shards: tuple[str, str], grids: int) -> None:
+    kinds = report_sweep.RowKinds(bytearray(b"\1"), array("q", [0]), None)
+    points = [
+        report_sweep.SweptRun(Path("r"), identity={"config": {"run.shard": shard}}, finished=True, seen=kinds)
+        for shard in shards
+    ]
+    assert len(report_sweep.assembled(Path("s"), points, {})["grid"]) == grids
 
 
 def test_points_without_a_run_are_told(cli: Any) -> None:

@@ -174,8 +174,9 @@ def _kin(points: Sequence[SweptRun]) -> list[tuple[int, int]]:
     return [(a, b) for a, b in combinations(good, 2) if _input(points[a]) == _input(points[b])]
 
 
-def _input(point: SweptRun) -> tuple[str, str]:
-    return told(point.identity.get("task")), told(point.identity.get("input"))
+def _input(point: SweptRun) -> tuple[str, str, str]:
+    """The digest of an input is that of all its rows, of which a shard has others than another. Pure."""
+    return told(point.identity.get("task")), told(point.identity.get("input")), told(point.config.get("run.shard"))
 
 
 def _both(a: SweptRun, b: SweptRun) -> Iterator[tuple[Scores, Scores]]:
@@ -191,7 +192,7 @@ def _both(a: SweptRun, b: SweptRun) -> Iterator[tuple[Scores, Scores]]:
 
 def _grid(points: Sequence[SweptRun]) -> list[dict[str, Any]]:
     """For each input that several points have: their rows' kinds as digits, a text a point, if all have all rows."""
-    found: dict[tuple[str, str], list[int]] = {}
+    found: dict[tuple[str, str, str], list[int]] = {}
     for i, point in enumerate(points):
         if point.problem is None and point.finished and 0 < len(point.seen.kinds):
             found.setdefault(_input(point), []).append(i)
