@@ -3,8 +3,8 @@ text so far have more than before; what may still change is held back."""
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fengine.server.tool_calls import PYTHON_TAGS, Format, ToolCall, call_of, read_bare, read_forced, read_pythonic
@@ -47,26 +47,41 @@ def _cut(text: str, at: int, markers: Sequence[str], last: bool) -> tuple[str, s
 Parts = tuple[str, str, list[ToolCall]]
 
 
+@dataclass(slots=True)
+class _Walk:
+    """The parts of what is complete, which is the text before `at`: it is read once, however many pieces follow.
+    `unread`: what could not be read of the last block. `kind` and `name`: what harmony's next message is, and calls."""
+
+    at: int = 0
+    reasoning: str = ""
+    content: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    unread: str = ""
+    kind: str = ""
+    name: str = ""
+
+
 def _plain(text: str, last: bool) -> Parts:
     return "", text, []
 
 
-def _blocks(form: Format, read: Callable[[str, str], list[ToolCall]], text: str, last: bool) -> Parts:
+def _blocks(form: Format, walk: _Walk, text: str, last: bool) -> Parts:
     """Calls between markers, content around them; white space before the first call that was read, and behind the last
-    one, is no content."""
-    content, marker, at = _cut(text, 0, form.begins, last)
-    calls, unread = list[ToolCall](), ""
-    while marker:
-        block, (body, end, at) = marker, _cut(text, at, (form.end,) if form.end else form.begins, last)
-        if not end and not last:
-            break
-        found, more, marker = read(block + body, end if form.end else ""), "", end
-        calls += found
+    one, is no content. Modifies: walk, but not for the last piece."""
+    at, content, calls, unread = walk.at, walk.content, walk.calls[:] if last else walk.calls, walk.unread
+    while True:
+        more, marker, start = _cut(text, at, form.begins, last)
+        content = content + more if at == 0 or unread or content.strip() else more.lstrip()
+        body, end, stop = _cut(text, start, (form.end,) if form.end else form.begins, last)
+        if not marker or not (end or last):
+            return "", content if last and (unread or not calls) else content.rstrip(), calls
+        found = _read_block(form, marker + body, end if form.end else "")
         unread = _unread(found)
-        if marker and form.end:
-            more, marker, at = _cut(text, at, form.begins, last)
-        content = content + unread + more if unread or content.strip() else more.lstrip()
-    return "", content if last and (unread or not calls) else content.rstrip(), calls
+        calls += found
+        content += unread
+        at = stop if form.end else stop - len(end)
+        if not last:
+            walk.at, walk.content, walk.unread = at, content, unread
 
 
 def _unread(calls: Sequence[ToolCall]) -> str:
@@ -105,24 +120,32 @@ def _forced(text: str, last: bool) -> Parts:
     return "", text if last and not calls else "", calls
 
 
-def _harmony(text: str, last: bool) -> Parts:
-    """gpt-oss's channels: analysis is reasoning, final and commentary are content, messages to functions are calls."""
-    head, calls, name, at = text.lstrip(), list[ToolCall](), "", 0
-    parts, kind = {"reasoning": "", "content": ""}, "header" if head.startswith(_HEADS) else "content"
-    marker = "" if not last and any(one.startswith(head) for one in _HEADS) else " "  # without channels it is content
+def _harmony(walk: _Walk, text: str, last: bool) -> Parts:
+    """gpt-oss's channels: analysis is reasoning, final and commentary are content, messages to functions are calls.
+    Modifies: walk."""
+    if not walk.kind:
+        head = text.lstrip()
+        if not last and any(one.startswith(head) for one in _HEADS):
+            return "", "", []
+        walk.kind = "header" if head.startswith(_HEADS) else "content"  # without channels it is content
+    parts, calls = {"reasoning": walk.reasoning, "content": walk.content}, walk.calls
+    at, kind, name, marker = walk.at, walk.kind, walk.name, " "
     while marker:
         body, marker, at = _cut(text, at, ("<|message|>",) if kind == "header" else _ENDS, last)
         if kind == "header":
             recipient, channel = _RECIPIENT.search(body), _CHANNEL.search(body)
             analysis, name = channel is not None and channel[1] == "analysis", recipient[1] if recipient else ""
             kind = "call" if recipient else "reasoning" if analysis else "content"
-            continue
-        if kind in parts:
-            parts[kind] += body
-        elif marker or last:
-            calls.append(call_of({"name": name, "arguments": body}, body))
-            parts["content"] += _unread(calls[-1:])
-        kind = "header"
+        else:
+            if kind in parts:
+                parts[kind] += body
+            elif marker or last:
+                calls.append(call_of({"name": name, "arguments": body}, body))
+                parts["content"] += _unread(calls[-1:])
+            kind = "header"
+        if marker:
+            walk.at, walk.kind, walk.name = at, kind, name
+            walk.reasoning, walk.content = parts["reasoning"], parts["content"]
     return parts["reasoning"], parts["content"], calls
 
 
@@ -142,9 +165,11 @@ class OutputParser:
         if forced:
             self._parts = _forced
         elif form is not None:
-            own = {"harmony": _harmony, "llama": _LLAMA, "pythonic": _PYTHONIC}
-            self._parts = own.get(form.name) or partial(_blocks, form, cache(partial(_read_block, form)))
-        self._begins = form.begins if form is not None and form.name != "harmony" else ()
+            walk = _Walk()
+            own = {"harmony": partial(_harmony, walk), "llama": _LLAMA, "pythonic": _PYTHONIC}
+            self._parts = own.get(form.name) or partial(_blocks, form, walk)
+        self._channels = form is not None and form.name == "harmony"
+        self._begins = form.begins if form is not None and not self._channels else ()
         self._held, self._thought = "", False  # what is no part yet; whether any of the thought is told
         self._text, self._told = "", (0, 0, 0)  # of the answer; how much of its reasoning, content and calls
 
@@ -198,7 +223,7 @@ class OutputParser:
         self._told = len(reasoning), len(content), len(calls)
         made = tuple(call.typed(self._functions) for call in calls[c:])
         found = Delta(reasoning[a:], content[b:], made)
-        if content and not reasoning and not calls and self._parts is not _harmony:
+        if content and not reasoning and not calls and not self._channels:
             self._settle(content)
         return found
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fengine.api.io_struct import Function, Tool
 from fengine.errors import UnsupportedFeatureError
+from fengine.server import output_parser
 from fengine.server.output_parser import OutputParser
 from fengine.server.parsers import FORMS, FunctionCallParser, ReasoningParser, ToolCallItem
 from fengine.server.template_facts import ThoughtLimit, ThoughtTokens, template_facts
@@ -111,6 +112,15 @@ def test_what_is_told_is_kept_no_longer(alias: str | None) -> None:
         assert len(parser._held) + len(parser._text) < 20
     assert "".join(one.reasoning for one in found) == ("a thought " * 300).strip()
     assert "".join(one.content for one in found).strip() == ("some text " * 300).strip()
+
+
+@pytest.mark.parametrize(("alias", "said"), [("qwen25", WRITTEN["qwen25"]), ("gpt-oss", GPT_OSS)])
+def test_calls_that_are_complete_are_read_once(alias: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts, cut = [], output_parser._cut
+    monkeypatch.setattr(output_parser, "_cut", lambda *how: cuts.append(how) or cut(*how))
+    parser = OutputParser(FORMS[alias])
+    assert sum(len(parser.feed(said).calls) for _ in range(100)) == 100
+    assert len(cuts) < 5 * 100
 
 
 @pytest.mark.parametrize("name", WRITTEN)
