@@ -12,19 +12,21 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
 from fengine.config import EngineConfig
 from fengine.core.images import Image, ImageSpan, RopePositions
 from fengine.core.scalars import own_class, told
-from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, ModelLoadError
+from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, ModelLoadError, QueueFullError
 from fengine.models import lookup
 from fengine.models.spec import ModelSpec, VisionSpec
 from fengine.models.vision_family import Vision
 from fengine.multimodal.sources import Sources, pillow
 
 READERS = 8  # images of a call that are read at a time
+MOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4  # bytes of pixels, of all that came over HTTP
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Images:
     def __init__(self, config: EngineConfig, directory: Path, spec: VisionSpec, family: Vision, tokenizer: Any) -> None:
         self.spec, self.family, self.directory, self.tokenizer = spec, family, directory, tokenizer
         self.sources = Sources(config.multimodal)
-        self._lock, self._processor = threading.Lock(), None
+        self._lock, self._processor, self._held = threading.Lock(), None, WeakSet[Image]()
         self._pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "fengine-images")
 
     def close(self) -> None:
@@ -65,12 +67,16 @@ class Images:
     def read_all(self, image_data: Any, inside: bool = False, refuse: bool = True) -> Any:
         """`image_data` of a call with every image read, several at a time, in the same lists. Unless `refuse`, what
         cannot be read stays as it is, for whoever checks its prompt. Errors: as `read`; EngineClosedError."""
+        futures = list[Future[Picture]]()
 
         def begun(items: Any, index: int = 0) -> Any:
             items = own_class(items)
             if isinstance(items, (list, tuple)):
                 return [begun(item, at) for at, item in enumerate(items)]
-            return None if items is None else (items, self._begun(items, index, inside))
+            if items is None:
+                return None
+            futures.append(self._begun(items, index, inside))
+            return items, futures[-1]
 
         def read(found: Any) -> Any:
             if found is None or isinstance(found, list):
@@ -82,6 +88,11 @@ class Images:
             return read(begun(image_data))
         except CancelledError:  # which asyncio would take for its caller's
             raise EngineClosedError("the engine was shut down during the call") from None
+        except FengineError as error:
+            raise error.with_traceback(None) from error.__cause__  # its frames would keep all that was read
+        finally:
+            while futures:  # of a call that is refused nothing more is read
+                futures.pop().cancel()
 
     def _begun(self, item: Any, index: int, inside: bool) -> Future[Picture]:
         try:
@@ -160,11 +171,23 @@ class Images:
             raise type(error)(f"image_data[{index}]: {error}") from error
         except Exception as error:  # of transformers' processor
             raise InvalidRequestError(f"image_data[{index}]: {type(error).__name__}: {str(error)[:300]}") from error
-        images = (
+        images = tuple(
             Image(_hash(piece.arrays), piece.tokens, piece.patches, piece.arrays, self.spec.bidirectional)
             for piece in found
         )
-        return Picture(tuple(images), tuple((piece.before, piece.after) for piece in found))
+        if inside:
+            self._hold(images)
+        return Picture(images, tuple((piece.before, piece.after) for piece in found))
+
+    def _hold(self, images: tuple[Image, ...]) -> None:
+        """A file of 2 kB can become 350 MiB of pixels, which its request has until it ends. Errors: QueueFullError."""
+        with self._lock:
+            self._held.update(images)
+            if sum(array.nbytes for image in self._held for array in image.arrays.values()) > MOST:
+                raise QueueFullError(
+                    "the pixels of images that run or wait take a quarter of this machine's memory: send fewer or "
+                    "smaller images, or try again later"
+                )
 
     def _process(self, pixels_HWC: np.ndarray) -> list[Any]:
         processor: Any = self._load()

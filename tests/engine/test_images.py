@@ -19,7 +19,13 @@ from fengine.config import EngineConfig, ModelConfig, SchedulerConfig
 from fengine.core.images import Image, Placed, RopePositions
 from fengine.core.request import Request, SamplingParams
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.errors import CapacityError, EngineClosedError, InvalidRequestError, UnsupportedFeatureError
+from fengine.errors import (
+    CapacityError,
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+    UnsupportedFeatureError,
+)
 from fengine.multimodal.images import Images, Picture, _hash
 from fengine.worker.images import ImageInputs
 
@@ -316,3 +322,14 @@ def test_what_cannot_be_read_is_named_by_its_place(engine: Engine) -> None:
     for given, index in (([picture(0), 5], 1), ([[picture(0)], [picture(1), picture(2), 5]], 2), (5, 0)):
         with pytest.raises(InvalidRequestError, match=rf"image_data\[{index}\]"):
             images.read_all(given)
+
+
+def test_pixels_that_came_over_http_have_a_limit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    images: Any = engine._parts.images
+    held = images.read_all([picture(1)], inside=True)
+    monkeypatch.setattr("fengine.multimodal.images.MOST", 3 * 28 * 28 * 4 + 1)
+    with pytest.raises(QueueFullError, match="a quarter of this machine's memory"):
+        images.read_all([picture(2)] * 2, inside=True)
+    images.read_all([picture(2)] * 2)  # this process may do what it likes
+    del held
+    assert images.read_all([picture(2)], inside=True)
