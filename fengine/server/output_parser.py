@@ -72,10 +72,10 @@ def _blocks(form: Format, walk: _Walk, text: str, last: bool) -> Parts:
     while True:
         more, marker, start = _cut(text, at, form.begins, last)
         content = content + more if at == 0 or unread or content.strip() else more.lstrip()
-        body, end, stop = _cut(text, start, (form.end,) if form.end else form.begins, last)
+        body, end, stop = _cut(text, start, form.ends, last)
         if not marker or not (end or last):
             return "", content if last and (unread or not calls) else content.rstrip(), calls
-        found = _read_block(form, marker + body, end if form.end else "")
+        found = _read_block(form, marker + body, end)
         unread = _unread(found)
         calls += found
         content += unread
@@ -93,7 +93,7 @@ def _read_block(form: Format, block: str, end: str) -> list[ToolCall]:
     """The calls of a block, and its `end`; one with all of its text, if any cannot be read, or there is none. Where no
     end is written, text may follow the calls. Pure."""
     assert form.read is not None, "a format with markers has a reader"
-    body = block.removeprefix(form.begin)
+    body, end = block.removeprefix(form.begin), end if form.end else ""  # which is the next one's begin
     cut = not (end or body.rstrip().endswith(form.closes))
     said = f"{'the tool call is cut off' if cut else 'there is no tool call'}: {body.strip()!r:.200}"
     found = (not cut and form.read(body)) or [ToolCall("", {}, body, said)]
@@ -120,6 +120,14 @@ def _forced(text: str, last: bool) -> Parts:
     return "", text if last and not calls else "", calls
 
 
+def _header(text: str) -> tuple[str, str]:
+    """(kind of a message of harmony, the function that it calls). Pure."""
+    recipient, channel = _RECIPIENT.search(text), _CHANNEL.search(text)
+    if recipient:
+        return "call", recipient[1]
+    return "reasoning" if channel and channel[1] == "analysis" else "content", ""
+
+
 def _harmony(walk: _Walk, text: str, last: bool) -> Parts:
     """gpt-oss's channels: analysis is reasoning, final and commentary are content, messages to functions are calls.
     Modifies: walk."""
@@ -133,9 +141,7 @@ def _harmony(walk: _Walk, text: str, last: bool) -> Parts:
     while marker:
         body, marker, at = _cut(text, at, ("<|message|>",) if kind == "header" else _ENDS, last)
         if kind == "header":
-            recipient, channel = _RECIPIENT.search(body), _CHANNEL.search(body)
-            analysis, name = channel is not None and channel[1] == "analysis", recipient[1] if recipient else ""
-            kind = "call" if recipient else "reasoning" if analysis else "content"
+            kind, name = _header(body)
         else:
             if kind in parts:
                 parts[kind] += body

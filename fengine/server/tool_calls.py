@@ -81,6 +81,10 @@ class Format:
     def begins(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.begin, self.bare)))
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return (self.end,) if self.end else self.begins
+
 
 def call_of(value: Any, text: str) -> ToolCall:
     """A call from {"name", "arguments" or "parameters"}; arguments may be their JSON text. Pure."""

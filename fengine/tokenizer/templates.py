@@ -58,10 +58,7 @@ def _as_it_reads(template: jinja2.Template, given: dict[str, Any]) -> list[dict[
     """The messages in the form that the template reads: contents as texts, or as lists of parts; arguments of calls as
     objects, or as JSON texts; OpenAI's newer role of a developer, or that of the system. Given the other one, it would
     write nothing of a text, a list as Python does, or a JSON text in quotes."""
-    messages, developer = given["messages"], {"role": "developer"}
-    if any(developer.items() <= message.items() for message in messages):
-        if PROBE not in _written(template, given, {**developer, "content": PROBE}, {"role": "user", "content": "?"}):
-            messages = [m | {"role": "system"} if developer.items() <= m.items() else m for m in messages]
+    messages = _by_known_roles(template, given)
     text = PROBE in _written(template, given, {"role": "user", "content": PROBE})
     if not text or any(isinstance(message.get("content"), list) for message in messages):
         written = _written(template, given, {"role": "user", "content": [{"type": "text", "text": PROBE}]})
@@ -76,6 +73,15 @@ def _as_it_reads(template: jinja2.Template, given: dict[str, Any]) -> list[dict[
     )  # fmt: skip
     arguments = partial(_arguments, f'\\"{PROBE}' in texts, PROBE in texts and PROBE not in objects)
     return [_with(message, "tool_calls", partial(_calls, arguments)) for message in messages]
+
+
+def _by_known_roles(template: jinja2.Template, given: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = given["messages"]
+    if "developer" in (message["role"] for message in messages):
+        ask = {"role": "developer", "content": PROBE}, {"role": "user", "content": "?"}
+        if PROBE not in _written(template, given, *ask):
+            return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+    return messages
 
 
 def _written(template: jinja2.Template, given: dict[str, Any], *messages: dict[str, Any]) -> str:
