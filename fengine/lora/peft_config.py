@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ HARMLESS = {  # what training needed, and what says nothing about the result
     "lora_dropout", "megatron_core", "qalora_group_size", "runtime_config", "eva_config",
 }  # fmt: skip
 MAX_RANK = 4096
+PLAIN = re.compile(r"([^*+?{}()|\\\[\]]|\\\W)*")  # a pattern that `re` reads in linear time
 MAX_WORK = 1 << 14  # pieces of a pattern that are tried on one name
 EDGES = {"AT_BEGINNING": "^", "AT_BEGINNING_STRING": r"\A", "AT_BOUNDARY": r"\b", "AT_NON_BOUNDARY": r"\B",
          "AT_END": "$", "AT_END_STRING": r"\Z"}  # fmt: skip
@@ -177,17 +179,22 @@ def _matches(names: tuple[str, ...] | str, module: str) -> bool:
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
     """The first key that means this module; else the module's own name."""
-    return next((key for key in patterns if _fullmatch(rf"(.*\.)?({key})", module)), module)
+    return next((key for key in patterns if _fullmatch(rf"(.*\.)?({key})", module, key)), module)
 
 
-def _fullmatch(pattern: str, text: str) -> bool:
+def _fullmatch(pattern: str, text: str, own: str = "*") -> bool:
     """`re.fullmatch` in bounded time: not each way in which a pattern may match is tried, but each place which any of
-    them reaches. Errors: AdapterError."""
+    them reaches. `own`: the part of the pattern that came from the file. Errors: AdapterError."""
     try:
-        tree = parse(pattern)
+        if PLAIN.fullmatch(own):  # of which there may be one for each module
+            return re.fullmatch(pattern, text) is not None
+        tree = _parsed(pattern)
         return len(text) in _ends(tree, text, {0}, tree.state.flags, iter(range(MAX_WORK)))
     except (re.error, OverflowError, RecursionError, InvalidRequestError) as error:
         raise AdapterError(f"a pattern of {CONFIG} cannot be used: {error}") from None
+
+
+_parsed = lru_cache(1024)(parse)
 
 
 def _ends(items: Any, text: str, places: set[int], flags: int, work: Iterator[int]) -> set[int]:
