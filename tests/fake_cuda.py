@@ -180,6 +180,7 @@ def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
         old.params, old.forward, old.unembed, stages, rows=rows, tokens=limits.max_step_tokens,
         width=core.stepper.input_batch.page_table.shape[1], vocab=parts.spec.vocab_size, graphs=True, device="cpu",
         adapter_slots=old.adapter_slots, guesses=limits.max_running_requests * speculation.most if speculation else 0,
+        grouped=core.stepper.input_batch.window_table is not None,
     )  # fmt: skip
     core.stepper.input_batch.guesses = rows, speculation.most if speculation else 0
 
