@@ -3,7 +3,9 @@
 import csv
 import json
 import math
+import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from fengine import run
 from fengine.errors import ConfigError
 from fengine.eval.cli.compose import jobs, parse, points
 from fengine.eval.cli.guard import LAUNCHERS
-from fengine.eval.cli.recompose import launch
+from fengine.eval.cli.recompose import end_with, launch
 from fengine.eval.cli.schema import BadPoint, Point
 from fengine.eval.runs import run as run_file
 from fengine.eval.runs.config import EVAL
@@ -270,6 +272,15 @@ def test_many_engines_on_one_gpu_are_refused(tmp_path: Path, monkeypatch: pytest
     assert found[0].launcher == "joblib"
     with pytest.raises(ConfigError, match="n_jobs=-1 would start as many engines"):
         launch(command, EVAL, tmp_path, found, len)
+
+
+def test_the_process_of_a_point_ends_with_that_of_its_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, parents = list[int](), iter([7, 7, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    end_with(7)
+    assert codes == [run.TERMINATED] and not list(parents)
 
 
 def test_joblib_runs_points_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,11 @@ its overrides, so that a value crosses no process but words, a folder and an exi
 values are taken; its class is the one in `LAUNCHERS`."""
 
 import copy
+import os
 import re
 import sys
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -25,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fengine.errors import ConfigError
+from fengine.eval.cli.command import TERMINATED
 from fengine.eval.cli.compose import compose, opened, parsed, point_of, writable
 from fengine.eval.cli.guard import LAUNCHERS, TEXT_KEYS, explained, unescaped, unknown
 from fengine.eval.cli.mistakes import quoted
@@ -96,7 +100,7 @@ def launch(command: Namespace, schema: Schema, home: Path, points: Sequence[Poin
         settings = {str(key): value for key, value in master.hydra.launcher.items() if key != "_target_"}
         launcher: Any = kinds[LAUNCHERS[name][0]](**settings)
         context = HydraContext(main.config_loader, Callbacks())
-        launcher.setup(hydra_context=context, task_function=partial(_one, work, schema), config=master)
+        launcher.setup(hydra_context=context, task_function=partial(_one, work, schema, os.getpid()), config=master)
         own = ["hydra.output_subdir=null", f"hydra.sweep.dir={quoted(str(home))}"]
         subs = [f"hydra.sweep.subdir={quoted(str(point.directory.relative_to(home)))}" for point in points]
         words = [[*point.overrides, *own, sub] for point, sub in zip(points, subs, strict=True)]
@@ -104,14 +108,24 @@ def launch(command: Namespace, schema: Schema, home: Path, points: Sequence[Poin
     return [one._return_value if one.status is JobStatus.COMPLETED else None for one in done]
 
 
-def _one(work: Work, schema: Schema, job: DictConfig) -> int:
-    """In the process of one point: what Hydra composed there, as a Point."""
+def _one(work: Work, schema: Schema, launcher: int, job: DictConfig) -> int:
+    """In the process of one point: what Hydra composed there, as a Point. `launcher`: the process of the sweep, with
+    which its own children end; Slurm's jobs are none."""
+    if os.getppid() == launcher:
+        threading.Thread(target=end_with, args=(launcher,), daemon=True).start()
     node: Any = HydraConfig.get()
     words = [str(word) for word in [*node.overrides.hydra, *node.overrides.task]]
     given = [word for word in words if not word.startswith(("hydra.sweep.", "hydra.output_subdir"))]
     code = work(point_of(job, node, str(node.runtime.output_dir), given, (), schema))
     sys.stdout.flush()
     return code
+
+
+def end_with(parent: int) -> None:
+    """Ends this process at once when its parent has gone; the same command goes on, and would find the folder taken."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(TERMINATED)
 
 
 def _refuse_crowd(name: str, master: DictConfig, points: Sequence[Point]) -> None:
