@@ -3,12 +3,17 @@
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_adapters
 from forked import run
 
 from fengine.api.engine import Engine
+from fengine.config import LoraConfig
 from fengine.errors import (
     ConfigError,
     ContextLengthError,
@@ -190,8 +195,14 @@ def test_chats(llm: Engine) -> None:
     assert strict.chat([{"role": "system", "content": "Be brief."}, *turns[:1]], True) == "Hi"
 
 
-def test_facts_name_weights_and_numerics(llm: Engine) -> None:
+def test_facts_name_weights_numerics_and_adapter(llm: Engine, tmp_path: Path) -> None:
+    given = LoraConfig(paths=(f"a={tiny_adapters.random_adapter(tmp_path, BOX, 2)}",))
+    adapted: Any = SimpleNamespace(**{name: getattr(llm, name) for name in ("get_model_info", "get_server_info")})
+    adapted.server_args, adapted.config = llm.server_args, replace(llm.config, lora=given)
+    told = engine_facts(adapted, "a")["fengine"]
+    assert told["adapter"] == "a" and len(told["adapters"]["a"]["files"]["adapter_model.safetensors"]) == 64
     facts = engine_facts(llm)
+    assert "adapters" not in facts["fengine"]
     assert facts["model_num_parameters"] > 3e6 and facts["fengine"]["numerics"] == "exact"
     assert len(facts["model_sha"]) == 64 and "model.safetensors" in facts["fengine"]["model_files"]
 

@@ -160,7 +160,7 @@ class Chat:
         return text
 
     def _tell(self, text: str) -> None:
-        self.console.print(Text(clean(text), style="dim"))
+        self.console.print(Text(clean(text), style="dim"), soft_wrap=not self.console.is_terminal)
 
 
 def pieces(outputs: Iterator[dict[str, Any]]) -> Iterator[tuple[str, bool]]:

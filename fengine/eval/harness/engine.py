@@ -13,7 +13,7 @@ from fengine.api.engine import Engine
 from fengine.errors import ChatTemplateError, ConfigError, InvalidRequestError, UnsupportedFeatureError
 from fengine.eval.cli.engines import model_directory
 from fengine.eval.runs.manifest import in_force
-from fengine.eval.runs.provenance import canonical, code_digest, file_digests
+from fengine.eval.runs.provenance import adapter_digests, canonical, code_digest, file_digests
 from fengine.tokenizer.tokenizer import Tokenizer
 
 MAX_CHARS = 1 << 28  # of one text: documents are cut to windows after they are tokenized
@@ -44,11 +44,12 @@ def open_engine(model: str | Engine, harness: str, settings: dict[str, Any], ada
     return engine
 
 
-def engine_facts(engine: Engine) -> dict[str, Any]:
-    """Under lm-eval's names: size, dtype, revision and a digest of the weights' files; and what else bits depend on.
-    Reads the checkpoint's files once; their digests are kept. Errors: StorageError."""
+def engine_facts(engine: Engine, adapter: str | None = None) -> dict[str, Any]:
+    """Under lm-eval's names: size, dtype, revision and a digest of the weights' files; and what else bits depend on,
+    with the `adapter` that answers. Reads the checkpoint's files once; their digests are kept. Errors: StorageError."""
     info, digests = engine.get_model_info(), file_digests(model_directory(engine.config.model))
     weights = {name: digest for name, digest in digests.items() if name.endswith(".safetensors")}
+    adapted = {} if adapter is None else {"adapter": adapter, "adapters": adapter_digests(engine.config.lora)}
     return {
         "model_num_parameters": info["num_parameters"],
         "model_dtype": ", ".join(info["weight_dtypes"]),
@@ -59,7 +60,8 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
             "code_sha256": code_digest(),
             "model_files": digests,
             "weight_version": info["weight_version"],
-            **in_force(engine),
+            **adapted,
+            **in_force(engine, adapter),
         },
     }
 

@@ -234,7 +234,7 @@ class FengineLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside the results: model, weights and engine, which tell one run from another."""
-        return engine_facts(self.engine)
+        return engine_facts(self.engine, self.adapter)
 
 
 def _think_end(token: str | int | None, needed: bool) -> str | int | None:
