@@ -162,9 +162,7 @@ def test_its_work_is_the_same_whenever_it_is_made() -> None:
     assert work == bench.work_of(given, 100) != bench.work_of(given | {"seed": 1}, 100)
     drawn = list[tuple[int, int]]()
     found = bench.beside(lambda prompts, count: drawn.append((len(prompts), count)), "latency")(None, work, 1)
-    assert drawn == [(1, 1)] * 5 + [(1, work.output)] * 5, (
-        "its first token, too, as fengine's speed is of those after it"
-    )
+    assert drawn == [(1, 1)] * 5 + [(1, work.output)] * 5, "first tokens, too: fengine's speed is of those behind them"
     assert found.keys() == {"seconds", "tok_s", "first_s"}
     assert [len(ids) for ids in work.prompts] == [7] * 5 and {*sum(work.prompts, [])} <= {*range(16, 100)}
 
@@ -178,6 +176,7 @@ def test_its_work_is_the_same_whenever_it_is_made() -> None:
         (["latency", "bench.output=1"], "from 2"),
         (["latency", "bench.frob=1"], "bench.frob"),
         (["serve", "serve.max_samples=3"], "serve.max_samples=3"),
+        (["serve", "bench.out=/nowhere/x.json", "model.path=nowhere"], "/nowhere/x.json cannot be written"),
     ],
 )
 def test_wrong_words_of_a_bench(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

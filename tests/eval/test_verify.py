@@ -282,6 +282,7 @@ def test_mistakes(make: Run, capsys: Any) -> None:
         (["a", "verify.layouts=permutted"], "'permutted' is none of permuted"),
         (["a", "out=nowhere/v.json"], "cannot be written"),
         (["a", "out=a"], "is a folder"),
+        (["a", "out=a/journal.log", "model.path=nowhere"], "is a file of a run's record"),
         (["a", "model.path={_target_: os.system}"], "_target_ is refused"),
     ])  # fmt: skip
     assert run.main(["verify", "a", "verify.layouts=permuted", "out=v.json"]) == 0

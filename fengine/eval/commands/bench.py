@@ -20,7 +20,7 @@ from fengine.eval.cli.engines import EngineCache, transformers_model
 from fengine.eval.cli.view import duration, say
 from fengine.eval.commands.inform import facts
 from fengine.eval.commands.serve import SERVE, server_module
-from fengine.eval.runs.folder import write_file
+from fengine.eval.runs.folder import check_writable, write_file
 
 USAGE = """
 Usage:  fengine bench latency|throughput|serve [bench.KEY=VALUE] [group=option] [key=value] ...
@@ -98,6 +98,8 @@ def _asked(words: command.Arguments) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"fengine bench takes one of {', '.join(KINDS)}, got {kind!r:.80}")
     if kind == "serve" and "beside" in given:
         raise ConfigError("bench.beside: Transformers' generate is no server; leave it out")
+    if (out := words.options.get("bench.out")) is not None:
+        check_writable(out)
     if kind == "latency":
         given["requests"] = words.options.get("bench.requests", 8)
     return kind, given

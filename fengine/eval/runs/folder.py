@@ -55,6 +55,7 @@ def encoded(content: Content) -> bytes:
 
 def check_writable(path: Path) -> None:
     """Errors: StorageError if `write_file` could not write there."""
+    _refuse_place(path)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         problem = "is a folder" if path.is_dir() else "cannot be written"
         raise StorageError(f"{path} {problem}; choose another place with out=FILE")
@@ -83,12 +84,17 @@ RECORD = {
 }  # files of a run's folder
 
 
-def write_file(path: Path, content: Content) -> None:
-    """A whole file anywhere, but not in place of a device, a pipe or a file of a run's record. Errors: StorageError."""
+def _refuse_place(path: Path) -> None:
+    """Errors: StorageError for a device, a pipe, a file of a run's record."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # which is told below
         raise StorageError(f"{path} is no regular file; choose another file")
     if path.name in RECORD and (path.parent / "manifest.json").exists():
         raise StorageError(f"{path} is a file of a run's record; choose another file")
+
+
+def write_file(path: Path, content: Content) -> None:
+    """A whole file anywhere, but not in place of a device, a pipe or a file of a run's record. Errors: StorageError."""
+    _refuse_place(path)
     with storage_errors(f"{path} cannot be written", "; choose another file"), whole_file(path) as file:
         file.write(encoded(content))
 
