@@ -151,9 +151,9 @@ def _load(
     with reading(entries) as read:
         if spec.generates and spec.tie_embeddings and HEAD in entries:
             check_tied(read(HEAD), read(EMBEDDING))
-        for name in set(entries) - {source.name for weight in weights for source in weight.sources}:
-            if spec.quantization is not None and name.endswith(".bias"):
-                check_unread(name, read(name))
+        sources = {source.name: module_of(source) for weight in weights for source in weight.sources}
+        for name in {f"{module}.bias" for module in sources.values()} & entries.keys() - sources.keys():
+            check_unread(name, read(name))
 
         def matrix(weight: Weight, source: Source, own: Sequence[slice]) -> list[Tensor | Codes]:
             scheme = scheme_of(weight, source, spec.quantization, entries)

@@ -134,7 +134,7 @@ def unread(name: str, modules: set[str]) -> bool:
 
 def check_unread(name: str, tensor: Tensor) -> None:
     """Errors: CorruptCheckpointError for a bias that would be left out."""
-    if name.endswith(".bias") and tensor.any():
+    if tensor.any():
         raise CorruptCheckpointError(
             f"tensor {name!r} is not part of the model with this config.json, and is not zero."
         )

@@ -220,6 +220,15 @@ def test_a_zero_bias_of_a_layer_without_one_is_left_out(tmp_path: Path) -> None:
         load(few)
 
 
+def test_a_bias_of_a_layer_that_is_not_read_changes_nothing(tmp_path: Path) -> None:
+    """GLM-4.5's layer behind the last, for speculation."""
+    config, make, _ = CASES["float-dynamic"]
+    few, dense = made.write(tmp_path, config, keep(make), family="glm4_moe", n_routed_experts=8)
+    tensors = load_file(few / "model.safetensors") | {"model.layers.2.self_attn.q_proj.bias": torch.ones(64)}
+    save_file(tensors, few / "model.safetensors", {"format": "pt"})
+    same_model(few, dense)
+
+
 def test_groups_that_nobody_has_set_are_in_their_order(tmp_path: Path) -> None:
     """compressed-tensors leaves -1 there."""
     config, make, _ = packed(integers(4, 16))
