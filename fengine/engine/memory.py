@@ -71,7 +71,7 @@ class DeviceMemory:
             storages = [tensor.untyped_storage() for tensor in self.weights.tensors()]
             own = {s.data_ptr(): s for s in storages if s.resizable()}  # not what is somebody else's memory
             self._sizes = [(s, s.nbytes()) for s in own.values()]
-            if keep or self.weights.few_bits:
+            if keep or self.weights.spec.quantization is not None:
                 self._kept = [s.cpu() if s.is_cuda else s.clone() for s in own.values()]
             self._free_weights()
         trim()

@@ -300,6 +300,16 @@ def test_experts_of_mxfp4_are_the_dequantized_ones(tmp_path: Path) -> None:
         assert torch.equal(matrix, order)
 
 
+def test_released_weights_that_a_cpu_holds_dequantized_come_back(tmp_path: Path) -> None:
+    """No matrix of the model is in few bits there, and its file's tensors are not those that run."""
+    with Engine(model_path=str(mxfp4(tmp_path)[0]), skip_tokenizer_init=True, device="cpu") as engine:
+        want = engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4, "temperature": 0})
+        engine.release_memory_occupation()
+        engine.resume_memory_occupation()
+        got = engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4, "temperature": 0})
+    assert got["output_ids"] == want["output_ids"]
+
+
 def test_ranks_of_gpus_hold_their_columns_in_few_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, plain = mxfp4(tmp_path)
     _, spec = load(target)
