@@ -3,6 +3,7 @@
 and maps nothing, so a file that shrinks meanwhile is an error message and not a crash."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -187,10 +188,12 @@ def reading(entries: Mapping[str, TensorEntry]) -> Iterator[Callable[..., Tensor
 
 
 def leave_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes them, from any device, into a folder where other processes of this machine read them. Errors:
-    StorageError."""
+    """Writes them, from any device, into a folder where other processes of this machine read them: those that share
+    memory, as tied ones do, each for itself. Errors: StorageError."""
+    plain = {name: x.detach().cpu().resolve_neg().contiguous() for name, x in tensors.items()}
+    held = Counter(x.untyped_storage().data_ptr() for x in plain.values())
     try:
-        save_file({name: x.detach().cpu().resolve_neg().contiguous().clone() for name, x in tensors.items()}, path)
+        save_file({n: x.clone() if held[x.untyped_storage().data_ptr()] > 1 else x for n, x in plain.items()}, path)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"tensors cannot be written to {path}: {error}; set TMPDIR to a folder with room") from error
 

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fengine.config import EngineConfig
@@ -36,6 +35,7 @@ from fengine.ops import peers
 from fengine.ops.columns import Group
 from fengine.worker.images import ImageInputs
 from fengine.worker.process_group import checksum, device_of_rank, group_of, process_group, release, swap
+from fengine.worker.safetensors_file import leave_tensors
 from fengine.worker.step import Result
 from fengine.worker.step_input import StepInput
 
@@ -156,9 +156,9 @@ class Ranks(Watcher):
             yield
 
     def update(self, tensors: dict[str, Tensor], origin: Origin | None) -> None:
-        """Has the other ranks write checked tensors, from a file. Errors: OSError, EngineDeadError."""
+        """Has the other ranks write checked tensors, from a file. Errors: StorageError, EngineDeadError."""
         path = Path(self.folder.name) / "update.safetensors"
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+        leave_tensors(tensors, path)
         with self.told("update_weights", path=str(path), origin=origin and str(origin.directory)):
             swap(torch.zeros(1), self.group)  # everybody has read it
         path.unlink()
