@@ -421,3 +421,11 @@ def test_rescoring_finds_a_flipped_bit(box: Path, name: str, tmp_path: Path) -> 
     assert run.main(["verify", str(tmp_path / "r"), "verify.layouts=rescored"]) == 1
     (one,) = verdict(str(tmp_path / "r"))["layouts"]
     assert one["differing_logprobs"] == 1 and one["first"]["logprob"]["token"] == last
+
+
+def test_what_a_grammar_leaves_is_not_rescored(tmp_path: Path) -> None:
+    out, few = tmp_path / "a", ["task=capitals", "task.limit=2", "view=quiet", "compile=none", "trace=off"]
+    assert run.main(["eval", *few, 'sampling.regex="[0-9]+"', f"out={out}"]) == run.OK
+    assert run.main(["verify", str(out), "verify.layouts=rescored"]) == 1
+    (one,) = verdict(str(out))["layouts"]
+    assert (one["verdict"], one["left_out"]) == ("nothing to compare", 2)

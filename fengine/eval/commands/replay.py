@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fengine.core.sampling_params import GRAMMARS
 from fengine.errors import ContextLengthError
 from fengine.eval.commands.layouts import Found
 from fengine.eval.runs.answering import FATAL, Asker, Scored, answer_row, sampling_of
@@ -22,7 +23,7 @@ from fengine.eval.tasks.task import DRAWN, Answer, Ask, Row, Task, judging
 # Sampling parameters by which logits are edited before a token is drawn, and the values that edit nothing. A prompt's
 # logprobs know no edits, so such answers are not re-scored.
 EDITS: dict[str, Any] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-EDITS |= {"min_new_tokens": 0, "logit_bias": {}, "custom_params": {}}
+EDITS |= {"min_new_tokens": 0, "logit_bias": {}, "custom_params": {}, **dict.fromkeys(GRAMMARS)}
 STOPS = ("stop", "stop_token_ids", "stop_regex", "max_new_tokens", "ignore_eos")
 
 

@@ -47,7 +47,7 @@ is touched; of a sweep, every run is verified. Layouts:
 
 Re-scoring reads prompt and answer as one prompt, whose logprobs are at temperature 1: answers drawn at temperature 0 or
 1 are compared token by token; of others the second half is drawn again behind the first half, read; answers drawn under
-penalties or min_new_tokens are left out and counted. Layouts from "warm" on run without torch.compile.
+penalties, grammars or min_new_tokens are left out and counted. Layouts from "warm" on run without torch.compile.
 
 Exit codes:  0 identical   1 it differs, or could not be computed   2 usage, or another checkpoint   130 interrupted
 """
