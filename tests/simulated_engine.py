@@ -181,7 +181,9 @@ class World:
         )
         batch, runner = self._parts()
         self.core = EngineCore(self.scheduler, batch, runner, self._kv(), overlap=s.overlap, system=self.machine.system)
-        weights: Any = SimpleNamespace(places={}, tensors=list, few_bits=False, read_again=lambda: True, agreed=bool)
+        weights: Any = SimpleNamespace(
+            places={}, tensors=list, spec=SimpleNamespace(quantization=None), read_again=lambda: True, agreed=bool
+        )
         device = DeviceMemory(runner, weights, self._kv, s.page_size, self.core.stepper.swap_kv)
         self.memory = Memory(self.core, device, lambda names: None, self.ranks)
         self.core.handlers["update_weights"] = self._update_weights

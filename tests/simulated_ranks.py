@@ -188,7 +188,7 @@ class Process:
             self.say(loaded=True)
             self.told.get()
             weights: Any = SimpleNamespace(
-                tensors=list, few_bits=False, read_again=lambda: True, read=None, agreed=bool
+                tensors=list, spec=SimpleNamespace(quantization=None), read_again=lambda: True, read=None, agreed=bool
             )
             runner: Any = SimpleNamespace(launch=partial(world.launch_at, self), drop_graphs=lambda: None)
             link: Any = SimpleNamespace(told=SimpleNamespace(get=self._hear, empty=self.told.empty), say=self.say)
