@@ -131,10 +131,8 @@ def _message(message: Any, where: str) -> list[Any]:
     told, results = dict[str, Any](role=message.get("role")), list[Any]()
     for i, block in enumerate(content):
         kind = _kind(block, at := f"{where}.content[{i}]")
-        if kind == "text":
-            told.setdefault("content", []).append({"type": "text", "text": _texts([block], at)})
-        elif kind == "image":
-            told.setdefault("content", []).append(block)
+        if kind in ("text", "image"):
+            told.setdefault("content", []).append(_part(block, at))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             told.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
@@ -160,11 +158,17 @@ def _kind(block: Any, at: str) -> str:
     return kind
 
 
+def _part(block: Any, at: str) -> Any:
+    """An image, or a text. Errors: ApiError for any other block."""
+    return block if is_image(block) else {"type": "text", "text": _texts([block], at)}
+
+
 def _result(block: dict[str, Any], at: str) -> dict[str, Any]:
     """`is_error` is the template's to read."""
-    said, call_id = _texts(block.get("content"), at), block.get("tool_use_id") or block.get("id")
+    said, call_id = block.get("content"), block.get("tool_use_id") or block.get("id")
+    said = [_part(part, at) for part in said] if isinstance(said, list) else said
     failed = {"is_error": True} if block.get("is_error") else {}
-    return {"role": "tool", "tool_call_id": call_id, "content": "" if said is None else said, **failed}
+    return {"role": "tool", "tool_call_id": call_id, "content": "" if said in (None, []) else said, **failed}
 
 
 class MessageWriter(BlockWriter):

@@ -27,7 +27,11 @@ def drawn(rng: random.Random) -> list[dict[str, Any]]:
             answer: dict[str, Any] = {"role": "assistant", "content": said}
             answer |= {"reasoning_content": thought} if thought else {}
             chat.append(answer | ({"tool_calls": calls} if calls else {}))
-            chat += [{"role": "tool", "tool_call_id": call["id"], "content": word()} for call in calls]
+            shown = [
+                [{"type": "text", "text": word()}, {"type": "image_url", "image_url": {"url": URL}}] for _ in calls
+            ]
+            chat += [{"role": "tool", "tool_call_id": call["id"], "content": word() if rng.random() < 0.7 else parts}
+                     for call, parts in zip(calls, shown, strict=True)]  # fmt: skip
             if not calls:
                 break
     return chat
@@ -40,15 +44,19 @@ def thoughts(answer: dict[str, Any], rng: random.Random) -> list[str]:
     return [part for part in (whole[:cut], whole[cut:]) if part or (not whole and rng.random() < 0.1)]
 
 
+def inputs(parts: list[Any]) -> list[Any]:
+    return [{"type": "input_image", "image_url": URL} if "text" not in part else part | {"type": "input_text"}
+            for part in parts]  # fmt: skip
+
+
 def as_response(chat: list[dict[str, Any]], rng: random.Random) -> dict[str, Any]:
     items = list[Any]()
     for one in chat[1:]:
         if one["role"] == "tool":
-            items.append({"type": "function_call_output", "call_id": one["tool_call_id"], "output": one["content"]})
+            said = one["content"] if isinstance(one["content"], str) else inputs(one["content"])
+            items.append({"type": "function_call_output", "call_id": one["tool_call_id"], "output": said})
         elif one["role"] == "user":
-            items.append({"role": "user", "content": [
-                {"type": "input_image", "image_url": URL} if "text" not in part else part | {"type": "input_text"}
-                for part in one["content"]]})  # fmt: skip
+            items.append({"role": "user", "content": inputs(one["content"])})
         else:
             items += [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": thought}]}
                       for thought in thoughts(one, rng)]  # fmt: skip
