@@ -4,7 +4,7 @@
     {"add": {...}}  {"abort": rid}              requests as they come and go
     {"retract": n}  {"flush": 0}  {"idle": 0}   what commands did between two steps
     {"nothing": 0}                              rows were preempted, and no step came of it
-    {"guess": {rid: [...]}, "wait": {rid: [n, x, m]}, "schedule": {...}}  a step, as `SchedulerOutput`; what was guessed
+    {"guess": {rid: [...]}, "wait": {rid: [...]}, "schedule": {...}}  a step, as `SchedulerOutput`; what was guessed
     {"update": n, "draws": [...], "bad": [...]} what came of step n; the draws that were not finite
 
 No text is told: ids and salts stand there as keyed hashes, whose key nobody keeps. Equal ones stay equal, which is all
@@ -34,6 +34,7 @@ from fengine.errors import FengineError, InputFileError, InvariantError, Storage
 logger = logging.getLogger("fengine")
 SEEN = ("logprob_start", "hidden", "pool", "min_new_tokens")  # that a scheduler heeds, with "lockstep" and "whole"
 NOW = ("num_scored", "num_seen", "num_cached")  # what steps change in a request beside the scheduler
+WAITS = ("try_from", "gain", "hope_from", "rest_until")  # that a proposer sets in a request's `Drafting`
 BITS = 48  # of a hash
 SPECULATION = ("most", "step_tokens", "full", "waits", "mixed", "hope", "toll", "crowd")
 
@@ -133,7 +134,7 @@ class RecordedScheduler(Scheduler):
             for ask, guess in zip(asks, found, strict=True):
                 if guess := known_ids(guess, ask.most, speculation.vocab_size):
                     self._guesses[ask.request.rid] = self._hashes.all(guess)
-                self._waits[ask.request.rid] = [ask.drafting.try_from, ask.drafting.gain, ask.drafting.hope_from]
+                self._waits[ask.request.rid] = [getattr(ask.drafting, name) for name in WAITS]
             return found
 
         return noted
@@ -196,7 +197,7 @@ class Replay:
         self.device = SimulatedDevice(given["page_size"], pages, of, lambda *_: (self.draws.pop(0), 0.0), windows)
         self.adapters: dict[int, Adapter] = {}  # by the number of the load
         self.guesses: dict[str, list[int]] = {}
-        self.waits: dict[str, tuple[int, float, int]] = {}
+        self.waits: dict[str, list[float]] = {}
         self.steps: dict[int, SchedulerOutput] = {}  # in flight
         self.draws: list[int] = []  # of the step that is executed, in the device's order
         self.results: dict[int, dict[str, Any]] = {}  # updates that are still to come, by step
@@ -256,9 +257,8 @@ class Replay:
 
     def _propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         for ask in asks:
-            drafting = ask.drafting
-            told = drafting.try_from, drafting.gain, drafting.hope_from
-            drafting.try_from, drafting.gain, drafting.hope_from = self.waits.get(ask.request.rid, told)
+            for name, value in zip(WAITS, self.waits.get(ask.request.rid, ()), strict=False):
+                setattr(ask.drafting, name, value)
         return [self.guesses.get(ask.request.rid, []) for ask in asks]
 
 

@@ -15,9 +15,18 @@ pytest.importorskip("hydra")
 import simulated_engine
 from simulated_plan import plan_of
 from simulated_run import violation
+from tiny_adapters import random_adapter
 
 from fengine import Engine
-from fengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from fengine.config import (
+    Algorithm,
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from fengine.core.admission import LPM_PATIENCE, LPM_WINDOW
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
@@ -25,6 +34,7 @@ from fengine.core.recording import RecordedScheduler, Replay, replay
 from fengine.core.request import Request, SamplingParams
 from fengine.errors import ConfigError, InputFileError, InvariantError, StorageError
 from fengine.run import main
+from fengine.worker.hub import resolve_model
 
 
 def recorded(seeds: range) -> Iterator[int]:
@@ -194,3 +204,17 @@ def test_an_engine_records_its_steps(tmp_path: Path, caplog: pytest.LogCaptureFi
     for odd in ("~", str(tmp_path), str(tmp_path / "a\0b"), "x" * 5000):
         with pytest.raises((ConfigError, StorageError), match="scheduler.record="):
             Engine.from_config(replace(config, scheduler=SchedulerConfig(record=odd)))
+
+
+def test_a_request_whose_guesses_rest_takes_no_share_of_them_in_a_replay(tmp_path: Path) -> None:
+    """The model guesses for itself, and so is wrong of the row with an adapter only."""
+    path, adapter = tmp_path / "steps.jsonl", random_adapter(tmp_path / "adapter", resolve_model("box"), 2)
+    config = EngineConfig(
+        ModelConfig(path="box", device="cpu"), cache=CacheConfig(max_total_tokens=256),
+        scheduler=SchedulerConfig(max_running_requests=2, max_step_tokens=8, record=str(path)),
+        speculation=SpeculationConfig(Algorithm.standalone, num_draft_tokens=5, draft="box"),
+        lora=LoraConfig(paths=(f"a={adapter}",)),
+    )  # fmt: skip
+    with Engine.from_config(config) as engine:
+        engine.generate(["hello"] * 2, {"max_new_tokens": 16, "temperature": 0}, lora_path=["a", None])
+    assert replay(path)[0] == 2
