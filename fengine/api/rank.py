@@ -12,7 +12,8 @@ from fengine.engine.build import follow
 from fengine.engine.parallel.child import Link
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # which may come to all processes: the first one decides
+        signal.signal(number, signal.SIG_IGN)
     link = Link(socket.socket(fileno=int(sys.argv[1])))
     start = link.told.get()
     tempfile.tempdir = start["folder"]  # what it leaves, killed at any moment, goes with all

@@ -1,10 +1,12 @@
 """`python -m fengine.launch_server`: a server by SGLang's command line; `fengine serve` is fengine's own. Exit codes:
 those of `fengine serve`."""
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from fengine.api.engine import Engine
 from fengine.api.server_args import ServerArgs, prepare_server_args
@@ -14,7 +16,7 @@ from fengine.server.config import ServerConfig, check, log_to_stderr
 from fengine.server.parsers import THINKS
 
 try:
-    from fengine.server.server import listen, serve
+    from fengine.server.server import SIGNALS, listen, serve
 except ModuleNotFoundError as error:
     raise MissingExtraError.of("fengine.launch_server", str(error.name), "serve") from error
 
@@ -63,5 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, (ConfigError, UnsupportedFeatureError)) else 1
 
 
+def _end(number: int, _: Any) -> NoReturn:
+    os.write(2, f"fengine: ended by {signal.Signals(number).name}\n".encode())
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    for number in SIGNALS:  # while it loads, and behind the server, which has handlers of its own
+        signal.signal(number, _end)
     sys.exit(main())

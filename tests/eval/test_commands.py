@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -258,13 +259,14 @@ def test_help_of_every_command_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_interruption_while_a_command_is_imported_is_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def interrupted(name: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "import_module", interrupted)
-    assert [run.main(words) for words in (["eval"], ["verify", "x"], ["prompts=[]"])] == [130] * 3
-    assert capsys.readouterr().err == "fengine: interrupted\n" * 3
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_signal_while_a_command_is_imported_ends_it(
+    number: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(run, "import_module", lambda name: signal.raise_signal(number))
+    before = signal.getsignal(number)
+    assert [run.main(words) for words in (["eval"], ["verify", "x"], ["prompts=[]"])] == [128 + number] * 3
+    assert capsys.readouterr().err == f"fengine: {said}\n" * 3 and signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize("words", ["--cfg job", "env"])

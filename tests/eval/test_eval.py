@@ -358,6 +358,15 @@ def test_a_second_termination_breaks_no_end(engines: list[FakeEngine], tmp_path:
     assert session["how"].startswith("interrupted")
 
 
+def test_a_termination_while_the_end_is_written_is_told(
+    engines: list[FakeEngine], monkeypatch: Any, capsys: Any
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("fengine.eval.runs.run.finish", lambda *_: signal.raise_signal(signal.SIGTERM))
+        assert cli("out=late") == run.TERMINATED and capsys.readouterr().err.endswith(": terminated\n")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and cli("out=late") == run.OK
+
+
 def test_failed_rows_are_recorded_and_tried_again(engines: list[FakeEngine], tmp_path: Path) -> None:
     rows = [{"id": "s", "prompt": "sick", "answer": "x"}, {"id": "n", "prompt": "no answer"}]
     write_rows(tmp_path / "rows.jsonl", 2, *rows)

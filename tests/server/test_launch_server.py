@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import runpy
 import shlex
 import signal
 import socket
@@ -48,6 +49,17 @@ def test_a_server_by_sglangs_words_answers_and_ends() -> None:
         assert refused.value.code == 404 and b"LoRA is not enabled" in refused.value.read()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_it_serves_is_told(number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr("fengine.api.server_args.prepare_server_args", lambda _: signal.raise_signal(number))
+    before = [(each, signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(launch_server.__file__, run_name="__main__")
+    for each, handler in before:
+        signal.signal(each, handler)
+    assert end.value.code == 128 + number and capfd.readouterr().err == f"fengine: ended by {number.name}\n"
 
 
 def test_a_runtime_is_a_server_of_its_own() -> None:

@@ -3,9 +3,12 @@ module of `eval/commands`, which `run.py` lists in COMMANDS."""
 
 import difflib
 import os
+import signal
 import sys
+import threading
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,10 +36,16 @@ class Arguments:
 def ended(work: Callable[[], int], program: str = "fengine") -> int:
     """`work()`, its errors told and turned into exit codes."""
     try:
-        return work()
+        with _terminable():
+            return work()
     except KeyboardInterrupt:
         say(f"{program}: interrupted", stream=sys.stderr)
         return INTERRUPTED
+    except SystemExit as end:
+        if end.code != TERMINATED:
+            raise
+        say(f"{program}: terminated", stream=sys.stderr)
+        return TERMINATED
     except FengineError as error:
         return reported(error)
     except MemoryError:
@@ -51,6 +60,19 @@ def ended(work: Callable[[], int], program: str = "fengine") -> int:
         gone = not name and isinstance(error, FileNotFoundError)  # of os.getcwd
         told = "the current directory does not exist any more; cd into one that does"
         return reported(StorageError(told if gone else f"{(error.strerror or str(error)).lower()}{name}"))
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit, so that what is open is closed as by Ctrl-C; who has a handler keeps it."""
+    own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if own:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        yield
+    finally:
+        if own:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run(usage: str, work: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:

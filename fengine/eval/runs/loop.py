@@ -214,7 +214,7 @@ class Loop:
     def _terminating(self, feed: asyncio.Task[None]) -> Iterator[None]:
         """Inside, SIGTERM ends the run as Ctrl-C does, and one that is ending goes on. Nothing is done off the main
         thread."""
-        loop = asyncio.get_running_loop()
+        loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -227,6 +227,7 @@ class Loop:
             yield
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _changed(index: int) -> InputFileError:
