@@ -115,6 +115,8 @@ def _check_sizes(config: EngineConfig) -> list[str]:
         "standalone and eagle3, which need it": (drafts.draft is None) == drafts.algorithm.drafts,
         f"scheduler.max_step_tokens ({tokens}) is smaller than scheduler.max_running_requests ({rows}): a step of "
         "decoding rows would not fit; raise the first or lower the second": bool(tokens and rows and tokens < rows),
+        "scheduler.record is of one engine's steps; set parallel.dp_size=1":
+            config.scheduler.record is not None and config.parallel.dp_size > 1,
     })  # fmt: skip
 
 

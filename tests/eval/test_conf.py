@@ -264,8 +264,10 @@ def test_sweeps_that_would_not_end_are_told() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    message = problem("cache.page_size=0", "sampling.top_p=2", "max_errors=-1", "parallel.dp_size=2", "trace=steps")
-    assert [name in message for name in ("cache.page_size", "sampling.top_p", "max_errors", "dp_size=1")] == [True] * 4
+    words = ["cache.page_size=0", "sampling.top_p=2", "max_errors=-1", "trace=steps"]
+    message = problem(*words, "parallel.dp_size=2", "scheduler.record=r")
+    names = ["cache.page_size", "sampling.top_p", "max_errors", "trace=steps is", "scheduler.record is"]
+    assert [name for name in names if name not in message] == [] and message.count("dp_size=1") == 2
 
 
 def test_given_twice() -> None:

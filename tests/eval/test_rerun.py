@@ -56,6 +56,8 @@ def test_changes(make: Run, capsys: Any) -> None:
     make("c", "seed=1")
     assert outputs("b") == outputs("c")
     assert run.main(["rerun", "a", "out=d", "scheduler.max_running_requests=2"]) == 0
+    assert run.main(["rerun", "a", "out=e.jsonl"]) == 2 and not Path("e.jsonl").exists()
+    assert "out must name a folder, got 'e.jsonl'" in capsys.readouterr().err
 
 
 def test_another_input_is_refused_with_its_names(make: Run, capsys: Any, tmp_path: Path) -> None:

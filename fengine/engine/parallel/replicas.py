@@ -32,7 +32,7 @@ from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL
 from fengine.engine.workers import Features
-from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, ModelLoadError
+from fengine.errors import EngineClosedError, EngineDeadError, ModelLoadError
 
 logger = logging.getLogger("fengine")
 
@@ -281,8 +281,6 @@ class Replicas:
 
 def open_replicas(config: EngineConfig, loaded: Loaded, features: Features, started: float) -> Parts:
     """An engine of replicas. `loaded`: their model without weights. Errors: as `build`."""
-    if config.scheduler.record is not None:
-        raise ConfigError("scheduler.record is of one engine's steps; use parallel.dp_size=1")
     core = Replicas(config, 1 << 16, {"tokenizer": loaded.tokenizer and loaded.tokenizer.sha256})
     facts, share = [each.facts or {} for each in core.replicas], partial(core.ask, "adapters")
     for each in core.replicas:

@@ -190,7 +190,8 @@ def check(config: EvalConfig) -> list[str]:
     problems = held({
         f"journal.sync_seconds must be at least 0, got {seconds}": not 0 <= seconds < float("inf"),
         f"journal.sync_rows must be at least 1, got {rows}": rows < 1,
-        "out must name a folder; leave it out for a new one below runs/": _blank(config.out),
+        f"out must name a folder, got {config.out!r:.200}; leave it out for a new one below runs/":
+            _blank(config.out) or (config.out or "").lower().endswith((".jsonl", ".ndjson")),
         "an evaluation needs texts: set model.skip_tokenizer_init=false":
             model.skip_tokenizer_init and config.task.format is not Format.prompts,
         "an evaluation needs a model that generates: set model.is_embedding=false": model.is_embedding,
