@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fengine import models
+from fengine.errors import UnsupportedFeatureError
 from fengine.models.kv_state import Params
 from fengine.models.sources import Source
 from fengine.models.spec import ModelSpec
@@ -112,7 +113,13 @@ def all_sites(spec: ModelSpec, group: Group | None = None) -> list[Site]:
 
 
 def kinds_of(spec: ModelSpec) -> tuple[str, ...]:
-    """The last words of the modules' names: "q_proj", … Pure."""
+    """The last words of the modules' names: "q_proj", … Pure. Errors: UnsupportedFeatureError for an encoder, whose
+    modules PEFT knows by other names."""
+    if spec.embed_norm:
+        raise UnsupportedFeatureError(
+            f"LoRA of an encoder ({spec.architecture}) is not built: leave enable_lora and lora_paths out; an "
+            "adapter can be merged into the weights with PEFT's merge_and_unload()."
+        )
     return tuple(dict.fromkeys(module.kind for site in all_sites(spec) for module in site.modules))
 
 

@@ -34,6 +34,8 @@ MEANINGS = {  # tensors of PEFT that are known, and not built
     "lm_head": "an adapted or replaced output head",
     "embed_tokens": "an adapted or replaced embedding",
     "score.": "a replaced classification head",
+    ".experts.": "LoRA of a routed expert",
+    "shared_expert_gate": "LoRA of a shared expert's gate",
 }
 
 

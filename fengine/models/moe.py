@@ -84,16 +84,14 @@ def expert_stacks(router: str, gate_up: str, down: str, as_gpt_oss: bool = False
 
 
 def shared_weights(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]:
-    """The expert that every token uses, and its gate, if it has one; no adapter changes them. Pure."""
+    """The expert that every token uses, and its gate, if it has one, which no adapter changes. Pure."""
     name = "mlp.shared_expert" if found.shared_gate else "mlp.shared_experts"
     parts: Parts = [(f"{name}.{part}_proj", found.shared_size) for part in ("gate", "up")]
     gate = [layer.matrix("wshared_gate", [(f"{name}_gate", 1)], hidden, "CD", adapts=False, shard="")]
     return [
         *(gate if found.shared_gate else []),
-        layer.matrix("wshared_gate_up", parts, hidden, "FD", adapts=False),
-        layer.matrix(
-            "wshared_down", [(f"{name}.down_proj", hidden)], found.shared_size, "DF", adapts=False, fill="residual"
-        ),
+        layer.matrix("wshared_gate_up", parts, hidden, "FD"),
+        layer.matrix("wshared_down", [(f"{name}.down_proj", hidden)], found.shared_size, "DF", fill="residual"),
     ]
 
 

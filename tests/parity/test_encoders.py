@@ -127,6 +127,8 @@ def test_heads_equal_transformers(name: str, tmp_path: Path) -> None:
     rows, path = prompts((30, 7)), tmp_path / "model.safetensors"
     if name == "roberta":  # the hub's classifiers hold a pooler, too, which nothing reads
         save_file(load_file(path) | {"roberta.pooler.dense.weight": torch.ones(48, 48)}, path, {"format": "pt"})
+    with pytest.raises(UnsupportedFeatureError, match=f"LoRA of an encoder .{CASES[name][0]}"):
+        Engine(model_path=str(tmp_path), device="cpu", enable_lora=True)
     with Engine(model_path=str(tmp_path), device="cpu", enable_torch_compile=False) as llm:
         outputs = llm.encode(rows)
         assert llm.update_weights_from_disk(str(tmp_path)).success
