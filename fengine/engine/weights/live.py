@@ -34,7 +34,7 @@ class LiveWeights:
         self._told = read_spec(model_dir) if weights and (model_dir / "config.json").exists() else spec
 
     def close(self) -> None:
-        self.params, self.places, self.few_bits = {}, {}, []
+        self.params, self.places, self.few_bits = {}, {}, {}
 
     def refuse_few_bits(self, what: str) -> None:
         """Errors: UnsupportedFeatureError where the checkpoint's tensors are not those that run."""
@@ -94,4 +94,4 @@ class LiveWeights:
 
     def tensors(self) -> list[Tensor]:
         """Those that hold the parameters; one of several places comes as often. Pure."""
-        return [place.leaf for place in self.places.values()] + self.few_bits
+        return [place.leaf for place in self.places.values()] + sum(self.few_bits.values(), [])

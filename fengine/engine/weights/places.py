@@ -133,10 +133,11 @@ def found_at(params: Params, weight: Weight) -> Any:
     return leaf.base if isinstance(leaf, Adapted) else leaf
 
 
-def few_bits_of(params: Params, weights: list[Weight]) -> list[Tensor]:
-    """The tensors of matrices in few bits. Pure."""
-    leaves = [found_at(params, weight) for weight in weights]
-    return [part for leaf in leaves if isinstance(leaf, (Quantized, W8A8)) for part in leaf if isinstance(part, Tensor)]
+def few_bits_of(params: Params, weights: list[Weight]) -> dict[str, list[Tensor]]:
+    """By the names of the checkpoint, what holds the matrices that are in few bits. Pure."""
+    leaves = {source.name: found_at(params, weight) for weight in weights for source in weight.sources}
+    few_bits = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, (Quantized, W8A8))}
+    return {name: [part for part in leaf if isinstance(part, Tensor)] for name, leaf in few_bits.items()}
 
 
 def leaf_of(params: Params, weight: Weight) -> Tensor | None:

@@ -205,7 +205,7 @@ class WeightUpdates:
 
     def read(self, name: Any, rows: Any) -> list[Any] | None:
         """The first `rows` rows of a tensor as nested lists of floats; None for a name that the model has not. Errors:
-        InvalidRequestError, MemoryReleasedError, EngineClosedError."""
+        InvalidRequestError, UnsupportedFeatureError, MemoryReleasedError, EngineClosedError."""
         if not isinstance(name, str):
             raise InvalidRequestError(f"name must be the name of a tensor, got {name!r:.80}.")
         if type(rows) is not int or rows < 0:
@@ -216,6 +216,8 @@ class WeightUpdates:
         out: list[Any] = []
         for part in self.live.fused.get(name, (name,)):
             found = self.read_tensor(part, rows - len(out))
+            if found is None and f"{part.rpartition('.')[0]}.weight" in self.live.few_bits:
+                raise UnsupportedFeatureError(f"{part!r} is in few bits: read it from the files of the checkpoint.")
             if found is None:
                 return None
             out += found.float().tolist()
