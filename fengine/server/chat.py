@@ -16,7 +16,7 @@ from fengine.server.chat_body import ChatOptions
 from fengine.server.choices import ChoiceWriter, finite, hidden_states
 from fengine.server.errors import invalid, unsupported
 from fengine.server.openai_body import OpenAIRequest
-from fengine.server.output_parser import OutputParser
+from fengine.server.output_parser import OutputParser, Thought
 from fengine.server.template_facts import TemplateFacts, ThoughtTokens, thought_limit
 from fengine.server.tool_calls import Format, ToolCall, forced_schema, new_call_id, strict_tag
 from fengine.tokenizer.tokenizer import Tokenizer
@@ -26,7 +26,8 @@ def _held(chat: ChatOptions, facts: TemplateFacts, form: Format | None, constrai
     """Sampling parameters by which calls can be read, or are held to their schemas. Pure."""
     if chat.forced:
         return {"json_schema": json.dumps(forced_schema(chat.forced, chat.parallel))}
-    shown = {"skip_special_tokens": False} if form is not None and facts.hidden else {}
+    read = form is not None or facts.thinks and not constrained
+    shown = {"skip_special_tokens": False} if read and facts.hidden else {}
     tag = None if form is None or constrained else strict_tag(form, chat.callable)
     return shown if tag is None else shown | {"structural_tag": json.dumps(tag)}
 
@@ -89,14 +90,16 @@ class ChatWriter(ChoiceWriter):
 
     def _expect(self, facts: TemplateFacts, form: Format | None, constrained: bool) -> None:
         """Makes the parsers of each choice, and what counts its thoughts, where it may think, and in no channel."""
-        may_think = facts.thinks and not constrained
+        thought = None if constrained else facts.thinks
+        begin, end, _ = thought or Thought()
         apart = self.chat.separate_reasoning or not self.chat.include_reasoning
         last = self.chat.messages[-1]["content"] if self.chat.continue_final else ""
-        opened = may_think and (facts.opened(self.tokenizer, self.ids) or "<think>" in last.rpartition("</think>")[2])
-        how: Any = {"thinks": may_think and apart, "opened": opened and apart, "forced": bool(self.chat.forced)}
-        self.parsers = [OutputParser(form, **how, functions=self.chat.callable) for _ in self._drawn]
-        counted = self._drawn if may_think and facts.channels is None else []
-        self.thoughts = [ThoughtTokens(self.tokenizer, opened) for _ in counted]
+        opened = bool(thought) and (facts.opened(self.tokenizer, self.ids) or begin in last.rpartition(end)[2])
+        how: Any = {"thinks": bool(thought) and apart, "opened": opened and apart, "forced": bool(self.chat.forced)}
+        how |= {"functions": self.chat.callable, "thought": thought}
+        self.parsers = [OutputParser(form, **how) for _ in self._drawn]
+        counted = self._drawn if thought and facts.channels is None else []
+        self.thoughts = [ThoughtTokens(self.tokenizer, opened, thought) for _ in counted]
         if not constrained:  # a grammar leaves no thought
             self.limit = thought_limit(self.given["thinking_token_budget"], self.thoughts)
 

@@ -5,10 +5,25 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fengine.server.tool_calls import PYTHON_TAGS, Format, ToolCall, call_of, read_bare, read_forced, read_pythonic
 
+
+class Thought(NamedTuple):
+    """The words around thoughts. `silent`: around the answer, no part of it."""
+
+    think_start_token: str = "<think>"
+    think_end_token: str = "</think>"
+    silent: tuple[str, ...] = ()
+
+
+THINKING = {  # by SGLang's names; the first whose end a template names is the one that it teaches
+    "mistral": Thought("[THINK]", "[/THINK]"),  # Magistral
+    "cohere_command4": Thought("<|START_THINKING|>", "<|END_THINKING|>",  # and Command R7B, A
+                               ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")),
+    "qwen3": Thought(),
+}  # fmt: skip
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?!(?:python|browser|container|assistant|user|all)\b)(?:functions\.)?([\w.-]+)")
 _HEADS = ("<|", "to=")
@@ -40,6 +55,15 @@ def _cut(text: str, at: int, markers: Sequence[str], last: bool) -> tuple[str, s
     piece = text[at:]
     heads = () if last else (n for marker in markers for n in range(1, len(marker)) if piece.endswith(marker[:n]))
     return piece[: len(piece) - max(heads, default=0)], "", len(text)
+
+
+def _without(markers: Sequence[str], text: str, last: bool) -> tuple[str, str]:
+    """(the text without any of the markers, an end of it that may begin one). Pure."""
+    told, at, marker = "", 0, " "
+    while marker and markers:
+        more, marker, end = _cut(text, at, markers, last)
+        told, at = told + more, end if marker else at + len(more)
+    return (told, text[at:]) if markers else (text, "")
 
 
 # -- (reasoning, content, calls) of a text so far, which only grow with it ---------------------------------------------
@@ -156,15 +180,16 @@ def _harmony(walk: _Walk, text: str, last: bool) -> Parts:
 
 
 class OutputParser:
-    """The parts of one output. `thinks`: it may begin with <think>; `opened`: the prompt ended with that. `forced`: it
-    is JSON of `tool_calls.forced_schema`, and begins with no thought. `functions`: that may be called, whose schemas
-    tell the types of arguments where a format does not. Modifies: itself."""
+    """The parts of one output. `thinks`: it may begin with <think>, or as `thought` writes that; `opened`: the prompt
+    ended with that. `forced`: it is JSON of `tool_calls.forced_schema`, and begins with no thought. `functions`: that
+    may be called, whose schemas tell the types of arguments where a format does not. Modifies: itself."""
 
     def __init__(
         self, form: Format | None, *, thinks: bool = False, opened: bool = False, forced: bool = False,
-        functions: Sequence[dict[str, Any]] = (),
+        functions: Sequence[dict[str, Any]] = (), thought: Thought | None = None,
     ) -> None:  # fmt: skip
         self._functions = functions
+        self._begin, self._end, self._silent = thought or Thought()
         self._opened = opened and not forced
         self._step = self._head if (thinks or opened) and not forced else self._answer
         self._parts: Callable[[str, bool], Parts] = _plain
@@ -175,7 +200,8 @@ class OutputParser:
             own = {"harmony": partial(_harmony, walk), "llama": _LLAMA, "pythonic": _PYTHONIC}
             self._parts = own.get(form.name) or partial(_blocks, form, walk)
         self._channels = form is not None and form.name == "harmony"
-        self._begins = form.begins if form is not None and not self._channels else ()
+        begins = form.begins if form is not None and not self._channels else ()
+        self._begins = (*begins, *self._silent)
         self._held, self._thought = "", False  # what is no part yet; whether any of the thought is told
         self._text, self._told = "", (0, 0, 0)  # of the answer; how much of its reasoning, content and calls
 
@@ -186,21 +212,21 @@ class OutputParser:
     def _head(self, last: bool) -> Delta:
         """White space, then perhaps <think>, which may stand behind an opened one, too."""
         head = self._held.lstrip()
-        if not head.startswith("<think>"):
-            if not last and "<think>".startswith(head):
+        if not head.startswith(self._begin):
+            if not last and self._begin.startswith(head):
                 return Delta()
             if not self._opened:
                 self._step = self._answer
                 return self._answer(last)
-        self._held, self._step = head.removeprefix("<think>"), self._thinking
+        self._held, self._step = head.removeprefix(self._begin), self._thinking
         return self._thinking(last)
 
     def _thinking(self, last: bool) -> Delta:
         """White space around the thought is no part of it. A call ends it, too, if no </think> comes behind."""
         text = self._held if self._thought else self._held.lstrip()
-        thought, marker, end = _cut(text, 0, ("</think>", *self._begins), last)
+        thought, marker, end = _cut(text, 0, (self._end, *self._begins), last)
         if marker in self._begins:
-            whole, marker, end = _cut(text, 0, ("</think>",), last)
+            whole, marker, end = _cut(text, 0, (self._end,), last)
             if marker or last and _unread(self._parts(text[len(thought) :], True)[2]):
                 thought = whole
             elif last:
@@ -223,7 +249,8 @@ class OutputParser:
         return Delta()
 
     def _answer(self, last: bool) -> Delta:
-        self._text, self._held = self._text + self._held, ""
+        said, self._held = _without(self._silent, self._held, last)
+        self._text += said
         reasoning, content, calls = self._parts(self._text, last)
         a, b, c = self._told
         self._told = len(reasoning), len(content), len(calls)
@@ -242,9 +269,6 @@ class OutputParser:
         self._text, self._told = self._text[len(content) - kept :], (0, kept, 0)
 
 
-def parse_output(
-    text: str, form: Format | None, *, thinks: bool = False, opened: bool = False,
-    functions: Sequence[dict[str, Any]] = (),
-) -> Delta:  # fmt: skip
+def parse_output(text: str, form: Format | None, **how: Any) -> Delta:
     """All parts of a whole text. Pure."""
-    return OutputParser(form, thinks=thinks, opened=opened, functions=functions).feed(text, last=True)
+    return OutputParser(form, **how).feed(text, last=True)

@@ -4,31 +4,24 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fengine.api.io_struct import Function, Tool
 from fengine.errors import UnsupportedFeatureError
 from fengine.server.chat_body import tools_of
 from fengine.server.fields import Fields, array, take, text
-from fengine.server.output_parser import Delta, OutputParser
+from fengine.server.output_parser import THINKING, Delta, OutputParser, Thought
 from fengine.server.tool_calls import FORMS
 
-OPENED = ("deepseek-r1", "qwen3-thinking", "step3", "minimax")  # whose answers are thoughts until </think>
-THINKS = (*OPENED, "qwen3", "deepseek-v3", "glm45", "nano_v3", "interns1", "gpt-oss")
+OPENED = ("deepseek-r1", "qwen3-thinking", "step3", "minimax", "cohere_command4")  # whose answers begin as thoughts
+THINKS = dict.fromkeys((*THINKING, *OPENED, "deepseek-v3", "glm45", "nano_v3", "interns1", "gpt-oss"))
 CALLS: Fields = {"text": text("An answer."), "tools": array("Functions that may be called."),
                  "tool_call_parser": text("The name of their format.")}  # fmt: skip
 THOUGHTS: Fields = {"text": CALLS["text"], "reasoning_parser": text("The model's kind.")}
 
 
-class Detector(NamedTuple):
-    """The words around thoughts."""
-
-    think_start_token: str = "<think>"
-    think_end_token: str = "</think>"
-
-
 class ReasoningParser:
-    """Tells thoughts, which end with </think> (gpt-oss: are a channel), from the answer. Modifies: itself."""
+    """Tells thoughts, which end with </think> or alike (gpt-oss: are a channel), from the answer. Modifies: itself."""
 
     def __init__(
         self, model_type: str | None = None, stream_reasoning: bool = True, force_reasoning: bool | None = None,
@@ -43,8 +36,8 @@ class ReasoningParser:
         form, opened = None, model_type in OPENED if force_reasoning is None else force_reasoning
         if model_type == "gpt-oss":
             form, opened = FORMS["gpt-oss"], False
-        self.detector = Detector() if form is None else None
-        self._new = partial(OutputParser, form, thinks=form is None, opened=opened)
+        self.detector = THINKING.get(model_type, Thought()) if form is None else None
+        self._new = partial(OutputParser, form, thinks=form is None, opened=opened, thought=self.detector)
         self._parser = self._new()
 
     def parse_non_stream(self, full_text: str) -> tuple[str, str]:

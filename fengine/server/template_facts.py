@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fengine.errors import FengineError
 from fengine.server.errors import unsupported
-from fengine.server.output_parser import OutputParser
+from fengine.server.output_parser import THINKING, OutputParser, Thought
 from fengine.server.tool_calls import Format, format_of
 
 OPENED = 8  # tokens at a prompt's end in which <think> is looked for
@@ -14,11 +14,12 @@ OPENED = 8  # tokens at a prompt's end in which <think> is looked for
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What a chat template teaches. `hidden`: calls, or thoughts, are written with special tokens."""
+    """What a chat template teaches. `hidden`: calls, or thoughts, are written with special tokens. `thinks`: the words
+    around thoughts, if there are any."""
 
     form: Format | None = None
     hidden: bool = False
-    thinks: bool = False
+    thinks: Thought | None = None
 
     @property
     def channels(self) -> Format | None:
@@ -27,7 +28,8 @@ class TemplateFacts:
 
     def opened(self, tokenizer: Any, ids: Sequence[int]) -> bool:
         """Whether a prompt ends in an open thought. Pure."""
-        return self.thinks and tokenizer.decode(list(ids[-OPENED:]), False).rstrip().endswith("<think>")
+        said = tokenizer.decode(list(ids[-OPENED:]), False).rstrip() if self.thinks else ""
+        return self.thinks is not None and said.endswith(self.thinks.think_start_token)
 
 
 class ThoughtLimit(NamedTuple):
@@ -45,11 +47,11 @@ class ThoughtLimit(NamedTuple):
 
 
 class ThoughtTokens:
-    """Counts the tokens of one output up to its </think>, which is a token here. `opened`: as the parser's. Modifies:
-    itself."""
+    """Counts the tokens of one output up to its </think>, or the thought's own end, which is a token here. `opened`: as
+    the parser's. Modifies: itself."""
 
-    def __init__(self, tokenizer: Any, opened: bool) -> None:
-        self.begin, self.end = (tokenizer.backend.token_to_id(word) for word in ("<think>", "</think>"))
+    def __init__(self, tokenizer: Any, opened: bool, thought: Thought | None = None) -> None:
+        self.begin, self.end = map(tokenizer.backend.token_to_id, (thought or Thought())[:2])
         self.opened = opened
         self._open = True if opened else None  # None: not known yet
         self.count: int | None = None if self.end is None else 0
@@ -77,9 +79,12 @@ def template_facts(tokenizer: Any, tools: bool, form: Format | None = None) -> T
     ChatTemplateError."""
     source = tokenizer.template_of(tools)[0]
     form = form or format_of(source)
-    added = tokenizer.backend.get_added_tokens_decoder().values() if form is not None else ()
-    hidden = form is not None and any(token.special and token.content == form.begin for token in added)
-    return TemplateFacts(form, hidden, "think>" in source)  # DeepSeek-R1's names </think> alone
+    ends = {one: one.think_end_token[2:] for one in THINKING.values()}  # for a template may name <think> alone
+    thinks = next((one for one, end in ends.items() if end in source), None)
+    calls = form is not None and (tools or form.name == "harmony")
+    words = {form.begin if form is not None and calls else None, *(thinks or ())[:2]}
+    added = tokenizer.backend.get_added_tokens_decoder().values() if words != {None} else ()
+    return TemplateFacts(form, any(token.special and token.content in words for token in added), thinks)
 
 
 def thought_facts(tokenizer: Any) -> TemplateFacts:
@@ -95,4 +100,5 @@ def parser_of(tokenizer: Any, ids: Sequence[int]) -> OutputParser:
     facts = thought_facts(tokenizer)
     if facts.channels is not None:
         return OutputParser(facts.channels)
-    return OutputParser(None, thinks=facts.thinks, opened=facts.opened(tokenizer, ids))
+    opened = facts.opened(tokenizer, ids)
+    return OutputParser(None, thinks=facts.thinks is not None, opened=opened, thought=facts.thinks)

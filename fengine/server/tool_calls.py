@@ -4,6 +4,8 @@ hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call> (Hermes, Qwen
 qwen_xml  <tool_call><function=name><parameter=key>value</parameter></function></tool_call> (Qwen3-Coder)
 glm       <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call> (GLM-4.5)
 mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …] or [TOOL_CALLS]name[ARGS]{…}
+phi       <|tool_call|>[{"name": …, "arguments": {…}}, …]<|/tool_call|> or functools[…] (Phi-4-mini)
+cohere    <|START_ACTION|>[{"tool_name": …, "parameters": {…}}, …]<|END_ACTION|> (Command R7B and A)
 granite   <|tool_call|>[{"name": …, "arguments": {…}}, …]; <tool_call> as well (Granite 3)
 deepseek  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>[function<｜tool▁sep｜>]name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…
 kimi      <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>…, in a section
@@ -63,9 +65,9 @@ class ToolCall:
 class Format:
     """Calls stand between `begin` and `end`; without an end, up to the next begin or the end of the text. `marks`:
     substrings of the templates that teach it. `read`: what stands between, to calls; None: `output_parser` has a
-    function for it. `aliases`: SGLang's names. `call_id`: what a call's id is like, so that templates take it back.
-    `closes`: what calls end with at the end of the text, or they are cut off; "": those are no JSON, or no Python.
-    `bare`: what a call begins with where the model leaves `begin` out."""
+    function for it. `aliases`: SGLang's and vLLM's names. `call_id`: what a call's id is like, so that templates take
+    it back. `closes`: what calls end with at the end of the text, or they are cut off; "": those are no JSON, or no
+    Python. `bare`: what a call begins with where the model leaves `begin` out."""
 
     name: str
     marks: tuple[str, ...]
@@ -87,8 +89,8 @@ class Format:
 
 
 def call_of(value: Any, text: str) -> ToolCall:
-    """A call from {"name", "arguments" or "parameters"}; arguments may be their JSON text. Pure."""
-    name = value.get("name") if isinstance(value, dict) else None
+    """A call from {"name" or "tool_name", "arguments" or "parameters"}; arguments may be their JSON text. Pure."""
+    name = value.get("name", value.get("tool_name")) if isinstance(value, dict) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         return ToolCall("", {}, text, f'the tool call is no object with a "name": {text.strip()!r:.200}')
     arguments = value.get("arguments", value.get("parameters"))
@@ -226,6 +228,7 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
     Format("minimax", ("<minimax:tool_call>",), ("minimax-m2",), "<minimax:tool_call>", "</minimax:tool_call>",
            _read_invokes, closes="</invoke>"),
     Format("mistral", ("[TOOL_CALLS]",), ("mistral",), "[TOOL_CALLS]", "", _read_named, "{unique:0>9.9}"),
+    Format("cohere", ("<|START_ACTION|>",), ("cohere_command4",), "<|START_ACTION|>", "<|END_ACTION|>", read_json),
     Format("granite", ("<|tool_call|>",), ("granite",), "<|tool_call|>", "",
            lambda body: read_json(body.removeprefix("<tool_call>")), bare="<tool_call>"),
     Format("glm", ("<tool_call>", "<arg_key>"), ("glm", "glm45", "glm47"), "<tool_call>", "</tool_call>", _GLM,
@@ -235,6 +238,8 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
     Format("hermes", ("tools", "<tool_call>"), ("qwen", "qwen25", "qwen3", "hermes"), "<tool_call>", "</tool_call>",
            read_json),
     Format("lfm2", ("<|tool_list_start|>",), ("lfm2",), "<|tool_call_start|>", "<|tool_call_end|>", read_pythonic),
+    Format("phi", ("tools", "<|end|>", "<|assistant|>"), ("phi4_mini_json",), "<|tool_call|>", "<|/tool_call|>",
+           lambda body: read_json(body.removeprefix("functools")), bare="functools["),
     Format("pythonic", ("tools", "[func_name1("), ("pythonic",), closes=")]"),
     Format("llama", ("tools", '"parameters"'), ("llama3",)),
 )  # fmt: skip
@@ -262,17 +267,13 @@ def forced_schema(functions: Sequence[dict[str, Any]], parallel: bool) -> dict[s
         items.append({"type": "object", "properties": properties, "required": ["name", "arguments"],
                       "additionalProperties": False})  # fmt: skip
     schema: dict[str, Any] = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}
-    return schema | {
-        "minItems": 1,
-        "maxItems": MAX_CALLS if parallel else 1,
-        "$defs": definitions,
-        "x-guidance": COMPACT,
-    }
+    most = MAX_CALLS if parallel else 1
+    return schema | {"minItems": 1, "maxItems": most, "$defs": definitions, "x-guidance": COMPACT}
 
 
 def strict_tag(form: Format, functions: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The structural tag of calls whose functions are `strict`; None: there is none, or the format has no tag. Pure."""
-    if form.read is not read_json or not any(function.get("strict") is True for function in functions):
+    if form.name != "hermes" or not any(function.get("strict") is True for function in functions):
         return None
     structures = [
         {
@@ -291,7 +292,5 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(one, root) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    copy = {key: _moved(value, root) for key, value in schema.items()}
-    if isinstance(reference := schema.get("$ref"), str):
-        copy["$ref"] = re.sub("^#", root, reference)
-    return copy
+    reference = {"$ref": re.sub("^#", root, to)} if isinstance(to := schema.get("$ref"), str) else {}
+    return {key: _moved(value, root) for key, value in schema.items()} | reference

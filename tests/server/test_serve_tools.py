@@ -16,7 +16,7 @@ from fengine.api.io_struct import Function, Tool  # noqa: E402
 from fengine.server.chat import ChatWriter  # noqa: E402
 from fengine.server.config import ServerConfig  # noqa: E402
 from fengine.server.openai_body import read_chat  # noqa: E402
-from fengine.server.output_parser import OutputParser  # noqa: E402
+from fengine.server.output_parser import THINKING, OutputParser  # noqa: E402
 from fengine.server.parsers import FunctionCallParser  # noqa: E402
 from fengine.server.responses import to_chat  # noqa: E402
 from fengine.server.service import Service  # noqa: E402
@@ -212,10 +212,18 @@ def test_thoughts_are_told_apart(client: Any, say: Any) -> None:
     assert [one.reasoning_content for one in deltas if one.reasoning_content] == ["It is July."]
 
 
+def test_special_tokens_are_shown_where_thoughts_are_such(engine: Engine) -> None:
+    for thinks, more, shown in (("mistral", {}, False), ("mistral", {"response_format": {"type": "json_object"}}, None),
+                                ("none", {}, None)):  # fmt: skip
+        facts = TemplateFacts(hidden=True, thinks=THINKING.get(thinks))
+        writer = ChatWriter(read_chat({"messages": CHAT, **more}, 4), engine, facts, {})
+        assert writer.arguments["sampling_params"].get("skip_special_tokens") is shown
+
+
 def test_a_thought_ends_where_its_limit_is(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     begin, end = 300, 301  # of the box, which has no tokens for thoughts
 
-    def of_words(self: ThoughtTokens, tokenizer: Any, opened: bool) -> None:
+    def of_words(self: ThoughtTokens, tokenizer: Any, opened: bool, thought: Any) -> None:
         self.begin, self.end, self.opened, self._open, self.count = begin, end, opened, None, 0
 
     body: Any = {"messages": CHAT, "max_tokens": 6, "temperature": 0, "return_token_ids": True, "ignore_eos": True}

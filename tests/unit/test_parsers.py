@@ -2,10 +2,12 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from fengine.api.io_struct import Function, Tool
 from fengine.errors import UnsupportedFeatureError
@@ -41,6 +43,10 @@ GPT_OSS = '<|channel|>commentary to=functions.weather<|message|>{"city": "Köln"
         ("qwen3", "<think>\nso\n</think>\n4", ("so", "4")),
         ("qwen3", "4", ("", "4")),
         ("qwen3-thinking", "still at it", ("still at it", "")),
+        ("mistral", "[THINK]so[/THINK]4 [THIN", ("so", "4 [THIN")),
+        ("mistral", "<think>so", ("", "<think>so")),
+        ("cohere_command4", "so<|END_THINKING|><|START_TEXT|>4<|END_TEXT|>", ("so", "4")),
+        ("cohere_command4", "<|START_TEXT|>4<|END_TEXT|>", ("", "4")),
     ],
 )
 def test_thoughts_are_told_from_the_answer(kind: str, text: str, wanted: tuple[str, str]) -> None:
@@ -53,8 +59,26 @@ def test_thoughts_may_be_forced() -> None:
     for kind in ("nobody", None):
         with pytest.raises(UnsupportedFeatureError, match="is not built; there are"):
             ReasoningParser(kind)
-    template = "{{ content.split('</think>')[-1] }}"  # DeepSeek-R1's, which begins no thought
-    assert template_facts(SimpleNamespace(template_of=lambda tools: (template, ())), False).thinks
+
+
+@pytest.mark.parametrize(
+    ("template", "words", "shown"),
+    [
+        ("{{ content.split('</think>')[-1] }}", ("<think>", "</think>"), False),  # DeepSeek-R1's, which begins none
+        ("[TOOL_CALLS]{{ '[THINK]' + text + '[/THINK]' }}", ("[THINK]", "[/THINK]"), True),
+        ("[TOOL_CALLS]", (), False),
+    ],
+)
+def test_templates_tell_the_words_of_thoughts(template: str, words: tuple[str, ...], shown: bool) -> None:
+    """And whether they are special tokens, which are shown then; those of calls are where there are tools."""
+    added = {i: AddedToken(word, special=True) for i, word in enumerate(("[THINK]", "[/THINK]", "[TOOL_CALLS]"))}
+    backend = SimpleNamespace(get_added_tokens_decoder=lambda: added)
+    tokenizer: Any = SimpleNamespace(template_of=lambda tools: (template, ()), backend=backend)
+    facts = template_facts(tokenizer, False)
+    assert ((facts.thinks or ())[:2], facts.hidden) == (words, shown)
+    assert template_facts(tokenizer, True).hidden == ("[TOOL_CALLS]" in template)
+    tokenizer.decode = lambda ids, skip: f"a {''.join(words[:1])}\n"
+    assert facts.opened(tokenizer, [1]) == bool(words)
 
 
 def test_thoughts_may_be_held_until_they_end() -> None:

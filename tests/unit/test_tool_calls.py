@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fengine.server.output_parser import Delta, OutputParser, parse_output
+from fengine.server.output_parser import THINKING, Delta, OutputParser, parse_output
 from fengine.server.tool_calls import FORMATS, forced_schema, format_of, new_call_id, strict_tag
 
 BY_NAME = {form.name: form for form in FORMATS}
@@ -71,6 +71,14 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
     ("pythonic", "[1, 2] is a list", "[1, 2] is a list", []),
     ("pythonic", " [now()] ", "", [("now", {})]),
     ("pythonic", "now() is a call", "now() is a call", []),
+    ("cohere", '<|START_RESPONSE|>So.<|END_RESPONSE|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": '
+     '"weather", "parameters": {"city": "Paris"}},\n    {"tool_call_id": "1", "tool_name": "weather", "parameters": '
+     '{"city": "Rome", "days": 3}}\n]<|END_ACTION|>', "So.", [PARIS, ROME]),
+    ("cohere", "<|START_TEXT|>It <|END is <b>warm</b>.<|END_TEXT|>", "It <|END is <b>warm</b>.", []),
+    ("phi", '<|tool_call|>[{"type": "function", "name": "weather", "arguments": {"city": "Rome", "days": 3}}]'
+     "<|/tool_call|>", "", [ROME]),
+    ("phi", 'So: functools[{"name": "weather", "arguments": {"city": "Rome", "days": 3}}, {"name": "weather", '
+     '"arguments": {"city": "Paris"}}]', "So:", [ROME, PARIS]),
     ("lfm2", 'Yes.<|tool_call_start|>[weather(city="Rome", days=3)]<|tool_call_end|>', "Yes.", [ROME]),
     ("harmony", "<|channel|>analysis<|message|>Where is it?<|end|><|start|>assistant<|channel|>commentary to=functions."
      'weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>', "", [PARIS]),
@@ -101,17 +109,19 @@ def streamed(parser: OutputParser, pieces: list[str]) -> Delta:
 @pytest.mark.parametrize("thought", [None, "Hm,\nwell", ""])
 def test_calls_and_thoughts_of_each_format(name: str, text: str, content: str, calls: Any, thought: Any) -> None:
     form, draw = BY_NAME[name], random.Random(name + text)
+    words: Any = THINKING[{"cohere": "cohere_command4", "mistral": "mistral"}.get(name, "qwen3")]
     if name == "harmony":  # which has thoughts of its own
         thought = None
     if thought is not None:
-        text = f"<think>\n{thought}\n</think>\n\n{text.lstrip()}"
+        text = f"{words.think_start_token}\n{thought}\n{words.think_end_token}\n\n{text.lstrip()}"
         content = content.lstrip()
-    whole = parse_output(text, form, thinks=thought is not None)
+    how: Any = {"thinks": thought is not None, "thought": words}
+    whole = parse_output(text, form, **how)
     assert whole.content == content
     assert [(call.name, call.arguments, call.problem) for call in whole.calls] == [(*call, None) for call in calls]
     assert whole.reasoning == (thought or ("Where is it?" if "Where is it?" in text else ""))
     for pieces in (list(text), *(pieces_of(text, draw) for _ in range(30))):
-        assert streamed(OutputParser(form, thinks=thought is not None), pieces) == whole, pieces
+        assert streamed(OutputParser(form, **how), pieces) == whole, pieces
 
 
 WRITTEN: dict[str, tuple[str, str]] = {  # a call of write, and each of its arguments, as a template writes them
@@ -275,6 +285,8 @@ def test_templates_tell_their_format() -> None:
         ("<|tool_list_start|>", "lfm2"),
         ("[TOOL_CALLS]", "mistral"),
         ("<|tool_call|>", "granite"),
+        ("{% if 'tools' in message %}<|tool|><|end|><|assistant|>", "phi"),
+        ("<|START_ACTION|>", "cohere"),
         ("<｜tool▁calls▁begin｜>", "deepseek"),
         ("<|tool_calls_section_begin|>", "kimi"),
         ("<minimax:tool_call>", "minimax"),

@@ -82,7 +82,8 @@ class Chat:
         self.seed, self.system = self.config.seed, self.config.chat.system
         self.render = render_of(self.engine, self.config.chat)
         self.sampling = given_sampling(self.config)
-        if thought_facts(self.engine.tokenizer).channels is not None:  # which are special tokens
+        facts = thought_facts(self.engine.tokenizer)
+        if facts.channels is not None or facts.hidden:  # special tokens
             self.sampling["skip_special_tokens"] = False
 
     def run(self, read: Callable[[], str]) -> None:

@@ -121,7 +121,7 @@ class FengineAPI(ai.ModelAPI):
         tools = [] if tool_choice == "none" else tools
         sampling, facts = reads.sampling_of(config), self._facts(tools, tool_choice)
         form = facts.form if tools else facts.channels
-        if form is not None and facts.hidden:
+        if facts.hidden and (form is not None or facts.thinks):
             sampling = {"skip_special_tokens": False} | sampling
         try:
             ids = self._prompt(input, tools, config)
@@ -134,7 +134,8 @@ class FengineAPI(ai.ModelAPI):
         opened = facts.opened(self._tokenizer, ids)
         calls_before = sum(len(m.tool_calls or []) for m in input if m.role == "assistant")
         functions = [tool["function"] for tool in reads.tool_schemas(tools)]
-        read = partial(parse_output, form=form, thinks=True, opened=opened, functions=functions)
+        how: Any = {"thinks": True, "opened": opened, "functions": functions, "thought": facts.thinks}
+        read = partial(parse_output, form=form, **how)
         call_id = lambda name, i: new_call_id(form, name, calls_before + i, str(calls_before + i))  # noqa: E731
         choices = [self._choice(output, config, read, room < asked, call_id) for output in outputs]
         written = sum(output["meta_info"]["completion_tokens"] for output in outputs)

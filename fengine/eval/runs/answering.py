@@ -157,8 +157,9 @@ class Asker:
         return parts
 
     def marked(self, ask: Ask, sampling: dict[str, Any]) -> dict[str, Any]:
-        """The sampling parameters of an answer in which `without_thoughts` finds channels: by special tokens. Pure."""
-        return sampling | {"skip_special_tokens": False} if self._thoughts_of(ask).channels else sampling
+        """The sampling parameters of an answer in which `without_thoughts` finds thoughts by special tokens. Pure."""
+        facts = self._thoughts_of(ask)
+        return sampling | {"skip_special_tokens": False} if facts.channels or facts.hidden else sampling
 
     def without_thoughts(self, ask: Ask, answer: Answer) -> Answer:
         """The answer that is scored: of a chat with a thinking model what follows the thoughts. Pure."""
