@@ -19,7 +19,7 @@ from fengine.api.generate_input import GenerateReqInput
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import complete
-from fengine.api.request_log import request_log
+from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions, Turn
 from fengine.api.streams import AsyncStream, OutputCollector, Stream
@@ -43,9 +43,10 @@ Ids = Sequence[int]
 
 
 @contextmanager
-def _built(config: EngineConfig) -> Iterator[Parts]:
-    """Parts that end where what is inside fails. Errors: as `build`."""
-    parts = build(config, FEATURES)
+def _built(config: EngineConfig, **template: str | None) -> Iterator[Parts]:
+    """Parts that end where what is inside fails; `template`: of chats, as `with_chat_template`. Errors: as `build`."""
+    make = FEATURES.tokenizer  # before weights are read, so that a template is refused before
+    parts = build(config, replace(FEATURES, tokenizer=lambda *a, **k: make(*a, **k).with_chat_template(**template)))
     try:
         yield parts
     except BaseException:
@@ -78,9 +79,7 @@ class Engine:
         if not isinstance(args, ServerArgs):
             got = type(args).__name__
             raise ConfigError(f"server_args must be a ServerArgs, got {got}; a dict: Engine(**settings)")
-        with _built(args.to_config()) as parts:
-            if parts.tokenizer is not None:
-                parts.tokenizer = parts.tokenizer.with_chat_template(args.chat_template, args.hf_chat_template_name)
+        with _built(args.to_config(), source=args.chat_template, name=args.hf_chat_template_name) as parts:
             self._start(parts, args, owned=True)
 
     @classmethod
@@ -111,7 +110,8 @@ class Engine:
             told = replace(parts.config.model, sampling_defaults=json.dumps(found, sort_keys=True))
             parts.config, preferred = replace(parts.config, model=told), found | preferred
         self._parts, self.server_args, self.config = parts, args, parts.config
-        sessions, log = Sessions(parts.core.abort, parts.core.system), request_log(args, parts.tokenizer)
+        sessions, logs = Sessions(parts.core.abort, parts.core.system), args.log_requests or args.crash_dump_folder
+        log = RequestLog(args, parts.tokenizer) if logs else None
         self._context = EngineContext(parts, args, sessions, grammars, log, preferred)
         parts.memory.keep_weights(args.enable_weights_cpu_backup)
         if parts.config.parallel.dp_size > 1:  # grammars are compiled where they are used

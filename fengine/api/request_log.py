@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fengine.api.server_args import ServerArgs
-from fengine.config import check_home
 from fengine.core.request import FinishReason, Request
-from fengine.errors import ConfigError, EngineDeadError, FengineError
+from fengine.errors import EngineDeadError, FengineError
 from fengine.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("fengine")
@@ -84,10 +83,3 @@ def params_of(request: Request) -> dict[str, Any]:
     plain = (bool, int, float, str, tuple)
     defaults = type(request.params)()
     return {k: v for k, v in values.items() if isinstance(v, plain) and v != getattr(defaults, k)}
-
-
-def request_log(args: ServerArgs, tokenizer: Tokenizer | None) -> RequestLog | None:
-    """None where the settings ask for nothing. Errors: ConfigError."""
-    if problems := check_home("crash_dump_folder", args.crash_dump_folder):
-        raise ConfigError(problems[0])
-    return RequestLog(args, tokenizer) if args.log_requests or args.crash_dump_folder is not None else None

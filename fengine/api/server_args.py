@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, get_args
 
 from fengine.api import sglang_args as sglang
-from fengine.config import EngineConfig
+from fengine.config import EngineConfig, check_home, held
 from fengine.core.json_text import json_object
 from fengine.core.request import SamplingParams
 from fengine.core.scalars import MAX_BITS, plain, told
@@ -237,11 +237,14 @@ class ServerArgs:
         for name, least in (("stream_interval", 1), ("base_gpu_id", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {told(getattr(self, name))}")
-        if self.constrained_json_disable_any_whitespace and self.constrained_json_whitespace_pattern is not None:
-            names = "constrained_json_disable_any_whitespace and constrained_json_whitespace_pattern"
-            raise ConfigError(f"{names} exclude each other; leave one out")
-        if not self.weight_version:
-            raise ConfigError("weight_version must be a text that is not empty")
+        spaces = self.constrained_json_disable_any_whitespace, self.constrained_json_whitespace_pattern is not None
+        problems = check_home("crash_dump_folder", self.crash_dump_folder) + held({
+            "constrained_json_disable_any_whitespace and constrained_json_whitespace_pattern exclude each other; leave "
+            "one out": all(spaces),
+            "weight_version must be a text that is not empty": not self.weight_version,
+        })  # fmt: skip
+        if problems:
+            raise ConfigError("; ".join(problems))
         try:
             _ = self.whitespace, self.preferred()
         except GrammarError as error:

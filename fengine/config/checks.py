@@ -117,6 +117,9 @@ def _check_sizes(config: EngineConfig) -> list[str]:
         "decoding rows would not fit; raise the first or lower the second": bool(tokens and rows and tokens < rows),
         "scheduler.record is of one engine's steps; set parallel.dp_size=1":
             config.scheduler.record is not None and config.parallel.dp_size > 1,
+        f"speculation.num_draft_tokens ({drafts.num_draft_tokens}) with a draft model must be at most cache.page_size "
+        f"({cache.page_size})":
+            drafts.algorithm.drafts and (drafts.num_draft_tokens or 0) > (cache.page_size or MAX_PAGE_SIZE),
     })  # fmt: skip
 
 
@@ -144,15 +147,19 @@ def _check_lora(lora: LoraConfig) -> list[str]:
 
 def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
     """Replaces every "auto" that does not depend on the checkpoint. Pure. Errors: ConfigError with all problems."""
-    problems = check(config)
-    if problems:
-        raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems))
+    _refuse(check(config))
     device = config.model.device or hardware.device
     if device == "cuda" and config.model.gpu_id:
         device = f"cuda:{config.model.gpu_id}"
-    return replace(
-        config, model=replace(config.model, device=device), **_resolved(config, gpu=device.startswith("cuda"))
-    )
+    model = replace(config.model, device=device)
+    config = replace(config, model=model, **_resolved(config, gpu=device.startswith("cuda")))
+    _refuse(_check_sizes(config))  # of the defaults, too
+    return config
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems))
 
 
 def _resolved(config: EngineConfig, *, gpu: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fengine.models.quantization import chosen
 from fengine.models.spec import Config, ModelSpec, embedding_spec
 from fengine.ops.columns import Group
 from fengine.worker.device import device_of
-from fengine.worker.generation_config import read_eos_ids
+from fengine.worker.generation_config import read_eos_ids, read_sampling_defaults
 from fengine.worker.hub import resolve_model
 from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.pooling import Pooling, read_pooling
@@ -59,6 +59,8 @@ def load(
         path = model.tokenizer_path
         folder = resolve_model(path, weights=False, cache_dir=model.download_dir) if path else model_dir
         tokenizer = make_tokenizer(folder, context_length=context)
+    if model.sampling_defaults == "model":
+        read_sampling_defaults(model_dir)  # which may refuse
     eos_ids = read_eos_ids(model_dir, model.json_overrides) | (tokenizer.eos_ids if tokenizer else frozenset())
     behind = sorted(token for token in eos_ids if token >= spec.vocab_size)
     if behind and spec.generates and not (group and group.rank):  # as a config class of transformers has by default

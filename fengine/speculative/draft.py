@@ -25,7 +25,6 @@ from fengine.core.masks import Filled
 from fengine.core.request import Request
 from fengine.core.scheduler_output import Drafts, SchedulerOutput
 from fengine.core.speculation import Ask, Late, gain_of, tolls
-from fengine.errors import ConfigError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
 from fengine.speculative.chain import SLOTS, TRY, Chain, Guide, Head
@@ -47,7 +46,7 @@ class DraftModel:
     def __init__(
         self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, cost: Cost, rows: int, graphs: bool
     ) -> None:
-        """`most` guesses for each of at most `rows` rows. Errors: ConfigError."""
+        """`most` guesses, fewer than `page_size`, for each of at most `rows` rows."""
         self.head, self.spec, self.kv_dtype, self.page_size = head, head.spec, kv_dtype, page_size
         self.most, self.cost, self.rows, self.graphs = most, cost, rows, graphs
         self.hope = Pace(most, cost).gain
@@ -58,11 +57,6 @@ class DraftModel:
         self.pages: int  # of the target; behind them lie those of row slots
         self.chain: Chain
         self.batch: InputBatch
-        if most >= page_size:
-            raise ConfigError(
-                f"speculation.num_draft_tokens ({most + 1}) with a draft model must be at most cache.page_size "
-                f"({page_size})"
-            )
 
     def open(self, target: KVState, batch: InputBatch, last_token_R: Tensor) -> None:
         """Makes the draft's KV: the target's pages, and one for each row slot. `last_token_R`: where steps leave their

@@ -68,8 +68,6 @@ def pool_size(
     need = 0 if windows is None else rows * windows.least + windows.step_tokens // page_size
     if asked is not None:
         pages = asked // page_size
-        if not pages:
-            raise ConfigError(f"cache.max_total_tokens ({asked}) is less than one page of {page_size} tokens; raise it")
     else:
         whole = (kv_bytes_per_token(spec, dtype) + beside) * page_size  # bytes of a page
         own = kv_bytes_per_token(spec, dtype) * page_size * len(spec.window_layers) // spec.num_layers

@@ -17,6 +17,7 @@ from fengine.api.server_args import ServerArgs
 from fengine.api.sglang_args import ALSO_OFF, FOREIGN, HARMLESS, REFUSED
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig
 from fengine.core.sampling_params import RECOMMENDED
+from fengine.engine import load
 from fengine.errors import ConfigError, FengineError, UnknownParameterError, UnsupportedFeatureError
 from fengine.eval.runs.answering import sampling_of
 from fengine.eval.runs.config import EvalConfig, SamplingConfig
@@ -222,6 +223,25 @@ def test_bad_values_are_told(name: str, bad: Any, words: str) -> None:
         given(name, bad).to_config()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"crash_dump_folder": "~nobody"},
+        {"max_total_tokens": 5},  # less than a page has by default
+        {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "box", "speculative_num_steps": 16},
+        {"chat_template": "chatml"},
+        {"chat_template": "{{ messages }}", "hf_chat_template_name": "default"},
+        {"hf_chat_template_name": "rag"},
+    ],
+)
+def test_what_cannot_be_together_is_refused_before_weights_are_read(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_params", None)
+    with pytest.raises(ConfigError, match=list(settings)[-1].removeprefix("speculative_").replace("steps", "draft")):
+        Engine(model_path="box", **settings)
+
+
 def test_two_names_for_a_gpu_must_agree() -> None:
     for device in (None, "cpu", "cuda", "cuda:2"):
         assert ServerArgs("box", device=device, base_gpu_id=2).to_config().model.gpu_id == 2
@@ -251,6 +271,10 @@ def test_the_models_own_sampling_is_taken_where_it_is_asked_for(tmp_path: Path) 
             assert engine.get_model_info()["preferred_sampling_params"] == (holds or None)
             told = engine.config.model.sampling_defaults  # what applies goes to the records of runs
             assert json.loads(told) == own if "model" in given.values() else told == "openai"
+    (model / "generation_config.json").write_text('{"typical_p": 0.3}')
+    (model / "model.safetensors").unlink()  # it is not read for a refusal
+    with pytest.raises(UnsupportedFeatureError, match="recommends what is not built: typical_p"):
+        Engine(model_path=str(model), skip_tokenizer_init=True, sampling_defaults="model")
 
 
 def test_a_model_of_the_hub_lies_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

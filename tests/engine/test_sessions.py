@@ -434,12 +434,14 @@ def test_a_streaming_session_is_append_only_with_the_bits_of_any(engine: Engine)
     streamed = []
     for turn in ([5, 6], [7], [8, 9, 10]):
         outputs: list[Any] = [
-            engine.generate(input_ids=turn, sampling_params=GREEDY, session_params={"id": sid}, return_logprob=True)
+            engine.generate(input_ids=turn, sampling_params=GREEDY, session_params={"id": sid}, return_logprob=True,
+                            logprob_start_len=0)
             for sid in (plain, streaming)
-        ]
-        for key in ("output_ids", "prompt_tokens", "output_token_logprobs"):
+        ]  # fmt: skip
+        for key in ("output_ids", "prompt_tokens", "output_token_logprobs", "input_token_logprobs"):
             one, other = ((o | o["meta_info"])[key] for o in outputs)
             assert one == other
+        assert len(outputs[1]["meta_info"]["input_token_logprobs"]) == outputs[1]["meta_info"]["prompt_tokens"]
         streamed.append(outputs[1]["meta_info"]["id"])
     first, last = streamed[0], streamed[-1]
     for more in ({"rid": first}, {"replace": True}, {"offset": 1}, {"rid": last, "drop_previous_output": True}):
