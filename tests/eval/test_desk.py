@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 pytest.importorskip("hydra")
 
@@ -92,6 +94,7 @@ class Thinker:
     class tokenizer:  # noqa: N801
         encode_chat = staticmethod(lambda messages, **values: [len(messages)])
         template_of = staticmethod(lambda tools: ("... <think> ...", frozenset()))
+        backend = Backend(WordLevel())
         decode = staticmethod(lambda ids, skip: "<|assistant|>")
 
     def generate(self, **call: Any) -> Iterator[dict[str, Any]]:
