@@ -15,7 +15,7 @@ import uvicorn
 import uvloop  # noqa: F401  uvicorn imports it late, when a server runs
 
 from fengine.api.engine import Engine
-from fengine.errors import ConfigError
+from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.server.app import App, make_app
 from fengine.server.config import ServerConfig
 from fengine.server.metrics import logger, report
@@ -64,6 +64,8 @@ class Server(uvicorn.Server):
         seconds, tasks = self._limits.drain_seconds, len(self.server_state.tasks)
         timer = asyncio.get_running_loop().call_later(seconds, self._cut, self._signal)
         logger.info("draining %d requests, for %d s at most; another signal cuts them off", tasks, seconds)
+        with contextlib.suppress(UnsupportedFeatureError):  # of replicas, which join none
+            self.config.app.state.service.engine._parts.updates.groups.end_joins()  # type: ignore[union-attr]
         try:
             await super().shutdown(sockets)
         finally:

@@ -5,8 +5,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from test_weights import ask, fresh, start
 from torch import Tensor
 
 from fengine import Engine
+from fengine.engine.weights import group
 from fengine.engine.weights.group import buffers
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 
@@ -169,26 +172,24 @@ def test_what_is_to_be_received_must_be_described(two: tuple[Path, Path], monkey
             engine.update_weights_from_distributed(*norm, load_format="pkg.loader")
 
 
-def test_an_engine_may_be_shut_down_while_it_waits_for_a_trainer(two: tuple[Path, Path]) -> None:
-    engine, results = start(two[0]), []
-    waiting = threading.Event()
-    join = engine._parts.updates.groups.join
+def test_nobody_waits_for_a_trainer_behind_the_end(two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither whoever asked, though torch waits on, nor the process; a group that is made then is left."""
+    began, late, ended = (threading.Event() for _ in range(3))
 
-    def joining(*arguments: Any) -> None:
-        waiting.set()
-        join(*arguments)
+    def join(*_: Any) -> Any:
+        began.set()
+        assert late.wait(30)
+        return SimpleNamespace(close=ended.set)
 
-    engine._parts.updates.groups.join = joining  # type: ignore[method-assign]
-
-    def call() -> None:
-        results.append(engine.init_weights_update_group("127.0.0.1", free_port(), 1, 2, "g", "gloo", timeout=1))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    waiting.wait()
-    engine.shutdown()
-    thread.join()
-    assert not results[0].success
+    monkeypatch.setattr(group, "join", join)
+    engine = start(two[0])
+    with ThreadPoolExecutor(1) as caller:
+        result = caller.submit(engine.init_weights_update_group, "127.0.0.1", 1, 1, 2, "g", "gloo", timeout=60)
+        assert began.wait(30)
+        engine.shutdown()
+        assert result.result(30) == (False, "group 'g' was not joined: the engine or its server is being shut down")
+        late.set()
+        assert ended.wait(30)
 
 
 def test_received_tensors_are_those_described() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import pytest
 pytest.importorskip("hydra")
 
 import serving
-from serving import GET, GOOD, POST, STREAMED, Answer, Live, live, read, receive, request, until
+from serving import GET, GOOD, KEY, POST, STREAMED, Answer, Live, live, read, receive, request, until
 
 from fengine.api.engine import Engine
+from fengine.engine.weights import group
 from fengine.errors import ConfigError, MissingExtraError
 from fengine.eval.cli.compose import parse, points
 from fengine.eval.commands import serve as command
@@ -99,6 +101,20 @@ def test_answers_that_last_too_long_are_cut_off_and_told(engine: Engine) -> None
         server.server.handle_exit(signal.SIGTERM, None)
         assert b"[DONE]" not in read(link).body
         until(lambda: server.server.stopped_by == signal.SIGTERM and server.quiet())
+
+
+def test_a_trainer_that_does_not_come_holds_no_end_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call is answered at the first signal; the engine may join later."""
+    began, late = (threading.Event() for _ in range(2))
+    monkeypatch.setattr(group, "join", lambda *_: began.set() or late.wait(30))
+    names = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"}
+    with live(engine, admin_key="admin") as server, server.connect() as link:
+        link.sendall(request("POST", "/init_weights_update_group", names | {"backend": "gloo"}, **KEY))
+        assert began.wait(30)
+        server.server.handle_exit(signal.SIGTERM, None)
+        answer = read(link)
+        assert answer.status == 400 and "shut down" in answer.json["message"]
+    late.set()
 
 
 def test_a_second_signal_cuts_answers_off() -> None:

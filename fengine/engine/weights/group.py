@@ -5,6 +5,7 @@ made over a prefixed store, so a trainer may use SGLang's `init_custom_process_g
 import math
 import threading
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -96,6 +97,13 @@ def join(
         raise GroupError(f"rank {rank} of {world_size} could not join group {name!r} at {url}: {reason}") from error
 
 
+def _settle(made: "Future[UpdateGroup]", *given: Any) -> None:
+    try:
+        made.set_result(join(*given))
+    except BaseException as error:  # who waits raises it
+        made.set_exception(error)
+
+
 def buffers(
     dtypes: Any, shapes: Any, count: int, device: torch.device, flat: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -138,7 +146,8 @@ class Groups:
     """The groups of one engine, by name; they receive on its `device`. Thread-safe: callers' threads only."""
 
     def __init__(self, device: str) -> None:
-        self._device, self._closed = device, False
+        self._device = device
+        self._ended = Future[None]()  # done when those who join are to wait no more
         self._groups: dict[str, UpdateGroup | None] = {}  # None: it is being joined
         self._lock = threading.Lock()  # never held while anybody waits for other ranks
 
@@ -148,18 +157,29 @@ class Groups:
         with self._lock:
             if name in self._groups:
                 raise GroupError(f"group {name!r} exists: destroy it first, or choose another name")
-            self._groups[name] = None
-        group, closed = None, False
+            self._groups[name], ended = None, self._ended
+        made, seconds, kept = Future[UpdateGroup](), timedelta(seconds=timeout), False
+        given = (address, port, rank, world_size, name, backend, self._device, seconds)
+        threading.Thread(target=_settle, args=(made, *given), name="fengine-join", daemon=True).start()
         try:
-            group = join(address, port, rank, world_size, name, backend, self._device, timedelta(seconds=timeout))
+            wait((made, ended), return_when=FIRST_COMPLETED)  # torch's own waiting cannot be interrupted
         finally:
             with self._lock:
-                self._groups[name], closed = group, self._closed
-                if group is None or closed:
-                    del self._groups[name]
-        if group is not None and closed:  # as it was then: else `close` has left it
-            group.close()
-            raise GroupError(f"the engine was shut down while it joined group {name!r}")
+                del self._groups[name]
+                if kept := not ended.done() and made.done() and made.exception() is None:
+                    self._groups[name] = made.result()
+            if not kept:
+                made.add_done_callback(lambda made: made.exception() or made.result().close())
+        if ended.done():
+            raise GroupError(f"group {name!r} was not joined: the engine or its server is being shut down")
+        made.result()
+
+    def end_joins(self, for_good: bool = False) -> None:
+        """Whoever waits for ranks that are not there does so no more. Idempotent."""
+        with self._lock:
+            if not (ended := self._ended).done():
+                self._ended = ended if for_good else Future[None]()
+                ended.set_result(None)
 
     def _find(self, name: Any) -> UpdateGroup:
         group = self._groups.get(name) if isinstance(name, str) else None
@@ -189,8 +209,7 @@ class Groups:
 
     def close(self) -> None:
         """Leaves every group, for good."""
-        with self._lock:
-            self._closed = True
+        self.end_joins(for_good=True)
         for name in list(self._groups):
             with suppress(GroupError):  # another thread leaves it, or one that joins it will
                 self.leave(name)
