@@ -15,7 +15,7 @@ pytest.importorskip("hydra")
 from eval_fakes import ROWS, FakeEngine, Run, fake_runs, next_float32, records, refused, rewrite, write_rows
 
 from fengine import run
-from fengine.config import EngineConfig, check
+from fengine.config import Algorithm, EngineConfig, SpeculationConfig, check
 from fengine.errors import ConfigError, EngineDeadError, OutOfMemoryError
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.recompose import restore
@@ -296,14 +296,20 @@ def test_mistakes(make: Run, capsys: Any) -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("draft", [None, "box"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_is_another_valid_engine(name: str) -> None:
-    base = EvalConfig().engine
-    for page in (1, 4, 16, 64):
+def test_every_layout_is_another_valid_engine(name: str, draft: str | None) -> None:
+    base, guesses = EvalConfig().engine, SpeculationConfig()
+    if draft is not None:
+        guesses = SpeculationConfig(Algorithm.standalone, draft=draft)
+    base = dataclasses.replace(base, speculation=guesses)
+    for page in (2 if draft else 1, 4, 16, 64):
         for rows, step in ((1, 1), (1, 64), (64, 512), (512, 8192)):
             for requests, prompt, longest in ((1, 1, 2), (5, 3, 9), (1000, 300, 4000)):
                 one = layout(name, base, Sizes(page, rows, step, requests, prompt, longest))
                 assert not check(one.config)
+                if draft and one.config.speculation.draft and one.config.cache.page_size:
+                    assert (one.config.speculation.num_draft_tokens or 6) <= one.config.cache.page_size
                 assert (one.config == base) == (name in ("permuted", "rescored"))
                 if name == "preempted":
                     assert (one.config.cache.max_total_tokens or 0) >= longest

@@ -111,7 +111,9 @@ def layout(name: str, base: EngineConfig, sizes: Sizes) -> Layout:
     each of them would take longer than to run it."""
     changes = LAYOUTS[name].changes
     wanted = {} if changes is None else {"compile.enabled": False} | changes(base, sizes)
-    config, settings = base, {}
+    config, settings, page = base, {}, wanted.get("cache.page_size")
+    if page and (drafts := base.speculation).algorithm.drafts:  # whose guesses for a row lie in one page
+        wanted["speculation.num_draft_tokens"] = min(drafts.num_draft_tokens or 4, page)
     for key, value in wanted.items():
         section, _, last = key.partition(".")
         mine = getattr(config, section)
@@ -189,14 +191,14 @@ LAYOUTS = {
     "pages": LayoutKind(
         "another page size",
         lambda one, *_: (f"pages of {count(one.config.cache.page_size or 0, 'token')}", True),
-        lambda _, sizes: {"cache.page_size": sizes.page // 2 if sizes.page > 1 else 16}),
+        lambda _, sizes: {"cache.page_size": sizes.page // 2 if sizes.page > 3 else 16}),
     "uncached": LayoutKind(
         "no prefix cache", lambda _, found, __: (f"{_prompt_tokens(found)}, all computed", True),
         lambda *_: {"cache.prefix_cache": False}),
     "guessed": LayoutKind(
         "with guessed tokens (speculation=ngram); without where the run had them", _guessed_evidence,
-        lambda base, _: {"speculation.algorithm": Algorithm.ngram if base.speculation.algorithm is Algorithm.none
-                         else Algorithm.none}),
+        lambda base, _: {"speculation.draft": None, "speculation.algorithm":
+                         Algorithm.ngram if base.speculation.algorithm is Algorithm.none else Algorithm.none}),
     "preempted": LayoutKind(
         "a pool of pages so small that requests are preempted and computed again", _preempted_evidence, _preempted),
 }  # fmt: skip
