@@ -103,9 +103,9 @@ class Detokenizer:
     `matched` is the stop string or pattern that ended the text, or None; `matched_tokens` the number of pushed tokens
     up to and including the one that completed it. A stop matches at the first token after which the text of the tokens
     so far (without an incomplete character at its end) holds one: strings before patterns, of several strings the one
-    that ends first, of those the longest, of several patterns the first given. The text is cut before a string, but not
-    with `no_stop_trim` and not for a pattern: then it is that of all tokens up to the match. A special token that is a
-    stop string matches, too, where it is not shown. Grouping of tokens in pushes changes neither text nor match."""
+    that ends first, of those the longest, of several patterns the first given. The text is cut before a string, with
+    `no_stop_trim` behind it, and not for a pattern: then it is that of all tokens up to the match. A special token that
+    is a stop string matches, too, where it is not shown. How tokens are grouped in pushes changes nothing."""
 
     __slots__ = (
         "_ends", "_held", "_longest", "_search", "_stops", "_text", "_trim", "matched", "matched_tokens", "num_tokens"
@@ -185,8 +185,8 @@ class Detokenizer:
         text = self._held + new
         for seen in (text, text + tail) if tail else (text,):
             if (match := self._find(seen)) is not None:
-                start, self.matched = match
-                return self._end(seen[:start] if self._trim else text + self._text.flush())
+                end, start, self.matched = match
+                return self._end(seen[: start if self._trim else end])
         if self._search is not None:
             self.matched = self._search.feed(new, tail)
             if self.matched is not None:
@@ -200,13 +200,10 @@ class Detokenizer:
         self.matched_tokens, self._held = self.num_tokens, ""
         return text
 
-    def _find(self, text: str) -> tuple[int, str] | None:
-        """(start, stop string) of the match that ends first, the longest of those. Pure."""
+    def _find(self, text: str) -> tuple[int, int, str] | None:
+        """(end, start, stop string) of the match that ends first, the longest of those. Pure."""
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if not found:
-            return None
-        _, start, stop = min(found)
-        return start, stop
+        return min(found, default=None)
 
     def _keep(self, text: str) -> int:
         """Length of the longest end of `text` that is the beginning of a stop string. Pure."""

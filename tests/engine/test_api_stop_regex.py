@@ -137,8 +137,8 @@ def first_match(tokenizer, ids, stops, patterns, trim):  # noqa: ANN001, ANN201
         whole = text.rstrip("�") if text.endswith("�") else text
         found = [(at + len(stop), at, stop) for stop in stops if (at := whole.find(stop)) >= 0]
         if found:
-            _, at, stop = min(found)
-            return (text[:at] if trim else text), stop, used
+            end, at, stop = min(found)
+            return text[: at if trim else end], stop, used
         for pattern in patterns:
             if re.search(pattern, whole):
                 return text, pattern, used
@@ -157,7 +157,7 @@ def test_stops_equal_decoding_every_prefix(made, name) -> None:  # noqa: ANN001
         ids=st.builds(list.__add__, st.sampled_from(encoded), st.lists(st.sampled_from(pieces), max_size=4)),
         cuts=st.lists(st.integers(0, 40), max_size=5), trim=st.booleans(),
         patterns=st.lists(st.sampled_from([r"\be\w", r"[A-Z]", r"\d", r"o .", "q"]), min_size=1, max_size=2),
-        stops=st.lists(st.sampled_from(["ll", "e", " w", "zz"]), max_size=2),
+        stops=st.lists(st.sampled_from(["l", "e", " w", "o", "zz"]), max_size=2),
     )  # fmt: skip
     def check(ids, cuts, trim, patterns, stops) -> None:  # noqa: ANN001
         params = SamplingParams.of({"stop": stops, "stop_regex": patterns, "no_stop_trim": not trim})
