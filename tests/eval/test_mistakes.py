@@ -99,6 +99,9 @@ def test_faults_in_files_are_told_by_file_and_key(file: str, content: str, said:
     with pytest.raises(ConfigError) as caught:
         points(parse([f"--config-dir={tmp_path}", f"{group}={name}" if group else "--config-name=mine"], EVAL), EVAL)
     assert said in str(caught.value)
+    if not group:
+        with pytest.raises(ConfigError, match="begin the defaults of your own primary config with `- eval`"):
+            points(parse([f"--config-dir={tmp_path}", "--config-name=mine", "out=a"], EVAL), EVAL)
 
 
 def test_a_name_may_be_a_tasks_where_there_are_tasks() -> None:

@@ -229,6 +229,10 @@ def test_wrong_values_of_a_sweep_are_explained() -> None:
 
     assert problems() == []
     assert "sampling.temperature: Value 'hot'" in problems("sampling.temperature=0,hot")[0]
+    (said,) = problems("experiment=temperatures,pressure")[:1]
+    assert said == "its hydra.sweeper.params would not count: sweep over this experiment alone"
+    with pytest.raises(ConfigError, match="sampling.top_p=1,1: a value occurs twice"):
+        problems("sampling.top_p=1,1")
     with pytest.raises(ConfigError, match="unknown key sampling.temprature; did you mean sampling.temperature"):
         problems("sampling.temprature=0,1")
 

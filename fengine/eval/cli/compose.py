@@ -59,9 +59,7 @@ def parse(argv: Sequence[str], schema: Schema | None = None) -> Namespace:
     given.parser = parser
     given.overrides = [mistakes.readable(word, given.multirun, texts) for word in given.overrides]
     if (given.package or given.resolve) and not given.cfg:
-        raise ConfigError(
-            "-p (--package) and --resolve are of --cfg alone; settings are written key=value: serve.port=9000"
-        )
+        raise ConfigError("-p (--package) and --resolve are of --cfg; settings are written key=value: serve.port=9000")
     if given.config_path or given.experimental_rerun:
         raise ConfigError("--config-path and --experimental-rerun are refused; use --config-dir DIR to add your files")
     return given
@@ -231,9 +229,7 @@ def point_of(
     except OmegaConfBaseException as error:
         raise ConfigError(guard.explained(error, schema)) from error
     if not isinstance(run, schema.keys):
-        raise ConfigError(
-            f"the config has no schema: begin the defaults of your own primary config with `- {schema.primary}`"
-        )
+        raise ConfigError(guard.bare(schema))
     checked = schema.assemble(vars(run))
     chosen = tuple((str(k), str(v)) for k, v in node.runtime.choices.items() if "hydra/" not in str(k))
     search = [Path(s.path.removeprefix("file://")) for s in node.runtime.config_sources if s.schema == "file"]
@@ -252,6 +248,8 @@ def _sweep(
     for index, swept in enumerate(map(tuple, BasicSweeper.split_arguments(several, None)[0])):
         try:
             config = compose(main, command, [*plain, *swept], schema)
+            if config.hydra.sweeper.get("params") != master.hydra.sweeper.get("params"):
+                raise ConfigError("its hydra.sweeper.params would not count: sweep over this experiment alone")
             with open_dict(config.hydra.job):
                 config.hydra.job.num = index
             own = os.path.join(directory, _select(config, "hydra.sweep.subdir"))
@@ -280,9 +278,11 @@ def _axes(master: DictConfig, given: Sequence[Override], schema: Schema) -> list
             key = axis.get_key_element()
             raise ConfigError(f"{axis.input_line}: an interval has no grid; list its values: {key}=1,2,3")
         try:
-            number *= sum(1 for _ in islice(axis.sweep_string_iterator(), 10**6))
-            if not number:
-                raise ValueError("it chooses nothing; a glob is for the options of a group")
+            values = list(islice(axis.sweep_string_iterator(), 10**5))
+            if not values or len({*values}) < len(values):
+                nothing = "it chooses nothing; a glob is for the options of a group"
+                raise ValueError("a value occurs twice" if values else nothing)
+            number *= len(values)
         except ValueError as error:
             raise ConfigError(f"{axis.input_line}: {error}") from error
     if number > MAX_POINTS:

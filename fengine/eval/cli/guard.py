@@ -150,6 +150,11 @@ def unknown(key: str, schema: Any) -> str:
     return f"unknown key {_short(key)}; {told or hint}"
 
 
+def bare(schema: Schema) -> str:
+    """What to say of a primary config by which no key is known. Pure."""
+    return f"the config has no schema: begin the defaults of your own primary config with `- {schema.primary}`"
+
+
 def explained(error: BaseException, schema: Schema | None = None, word: str = "") -> str:
     """One to five lines a user can act on, from an error about the override `word` or a file. Pure."""
     if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
@@ -187,7 +192,8 @@ def _of_key(error: BaseException, schema: Schema | None) -> str:
     is_unknown = key and isinstance(cause, (ConfigKeyError, ConfigAttributeError))
     whole = re.match(rf"Could not override '({re.escape(key or '')}\.?[^']*)'(\. No match)?", str(error))
     if schema is not None and (is_unknown or whole and whole[2]):
-        return unknown(whole[1] if whole else str(key), schema.keys)
+        name = whole[1] if whole else str(key)
+        return bare(schema) if name in names_of(schema.keys) else unknown(name, schema.keys)
     return _of_value(error, cause, key, first)
 
 
