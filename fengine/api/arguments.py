@@ -70,7 +70,7 @@ def checked_calls(cls: type[C]) -> type[C]:
 
 # What may fail in a value of any class, numpy's arrays among them: they have no one truth.
 PROBES: tuple[Callable[[Any], Any], ...] = (
-    repr, bool, lambda value: bool(value == ""), lambda v: hasattr(v, "tolist"),
+    repr, str, bool, lambda value: bool(value == ""), lambda v: hasattr(v, "tolist"),
     lambda v: isinstance(v, (list, tuple, dict)) and len(list(v)),
 )  # fmt: skip
 

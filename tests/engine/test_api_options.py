@@ -267,6 +267,15 @@ def test_integers_of_5000_digits_are_refused_by_name(engine: Engine) -> None:
             engine.generate(input_ids=[1], **arguments)
 
 
+def test_a_text_that_cannot_be_read_is_refused_by_name(engine: Engine) -> None:
+    class Text(str):
+        def __str__(self) -> str:
+            raise RuntimeError("it is none")
+
+    with pytest.raises(InvalidRequestError, match="rid is 'a', which cannot be read: it is none"):
+        engine.abort(Text("a"))
+
+
 def test_no_float_gets_past_that_is_not_finite(engine: Engine) -> None:
     draw = random.Random(1)
     names = ["temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"]
@@ -321,6 +330,14 @@ def test_preferred_parameters_hold_where_the_call_is_silent() -> None:
                 [5], 6
             )
             assert len(engine.generate(input_ids=[5] * 62)["output_ids"]) == 2  # a default is cut to what fits
+            for given in (
+                {"max_new_tokens": 3},
+                [{"max_new_tokens": 3}],
+            ):  # and not what is asked for, if it is as much
+                with pytest.raises(ContextLengthError, match="Lower max_new_tokens"):
+                    engine.generate(
+                        input_ids=[[5] * 62] if isinstance(given, list) else [5] * 62, sampling_params=given
+                    )
         args = ServerArgs(model_path="x", preferred_sampling_params={"n": 2, "temperature": 0})
         engine = Engine.from_parts(made._parts, args)
         assert len(engine.generate(input_ids=[5])) == 2

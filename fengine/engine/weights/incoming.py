@@ -63,7 +63,7 @@ def tensors_of(given: Any, load_format: Any) -> list[tuple[str, Tensor]]:
     """Errors: InvalidRequestError, UnsupportedFeatureError."""
     if load_format not in FORMATS:
         raise UnsupportedFeatureError(
-            f"load_format={load_format!r} is not built: custom loaders are code. Pass (name, tensor) pairs with "
+            f"load_format={load_format!r:.80} is not built: custom loaders are code. Pass (name, tensor) pairs with "
             "load_format=None, or 'flattened_bucket'."
         )
     return unflattened(given) if load_format == "flattened_bucket" else pairs(given)

@@ -80,7 +80,7 @@ class WeightUpdates:
     ) -> UpdateResult:
         """Every tensor of a checkpoint directory or hub id, read into CPU memory before anything changes."""
         if load_format not in (None, "auto", "safetensors"):
-            raise UnsupportedFeatureError(f"load_format={load_format!r} is not built; use 'auto' or 'safetensors'.")
+            raise UnsupportedFeatureError(f"load_format={load_format!r:.80} is not built; use 'auto' or 'safetensors'.")
         if not isinstance(path, (str, Path)) or not str(path):
             raise InvalidRequestError(f"model_path must be a directory or a hub id, got {path!r:.80}.")
         try:
@@ -102,7 +102,9 @@ class WeightUpdates:
     ) -> UpdateResult:  # fmt: skip
         """What rank 0 of a group broadcasts, one tensor after another. It is received whole, then checked."""
         if load_format not in FORMATS:
-            raise UnsupportedFeatureError(f"load_format={load_format!r} is not built; use None or 'flattened_bucket'.")
+            raise UnsupportedFeatureError(
+                f"load_format={load_format!r:.80} is not built: None or 'flattened_bucket' are."
+            )
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise InvalidRequestError(f"names must be a list of tensor names, got {names!r:.80}.")
         self.core.call("ping")  # a closed engine has left its groups
