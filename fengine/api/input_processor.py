@@ -13,7 +13,7 @@ from fengine.api.generate_input import GenerateReqInput, routed_rank, split_batc
 from fengine.api.sessions import Turn
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
-from fengine.core.scalars import check_ids
+from fengine.core.scalars import check_ids, plain
 from fengine.engine.parts import Parts
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
 from fengine.tokenizer.stop_regex import compile_patterns
@@ -35,6 +35,7 @@ def process_input(
     requests: list[Request] = []
     turns: dict[str, Turn] = {}
     errors: list[tuple[int, FengineError]] = []
+    given = plain(req.sampling_params)  # without those that are preferred
     known: dict[Hashable, SamplingParams] = {}  # most calls give all prompts the same ones
     for i, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
         try:
@@ -42,7 +43,9 @@ def process_input(
                 known[key] = SamplingParams.of(prompt.sampling_params, context.parts.spec.vocab_size)
                 if known[key].stop_regex:
                     compile_patterns(known[key].stop_regex)
-            requests += _check(context, prompt, known[key], index, turns)
+            own = given[i] if isinstance(given, list) else given
+            explicit = isinstance(own, SamplingParams) or "max_new_tokens" in (own or {})
+            requests += _check(context, prompt, known[key], index, turns, explicit)
         except FengineError as error:
             errors.append((i, error))
     if errors:
@@ -72,19 +75,17 @@ def _key(sampling: Any) -> Hashable:
 
 
 def _check(
-    context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, index: int, turns: dict[str, Turn]
-) -> list[Request]:
-    """The requests of one prompt, one for each sample. `params` are `prompt.sampling_params`, checked. Modifies:
-    `turns`. Errors: InvalidRequestError and its kinds."""
+    context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, index: int, turns: dict[str, Turn],
+    explicit: bool,
+) -> list[Request]:  # fmt: skip
+    """The requests of one prompt, one for each sample. `params` are `prompt.sampling_params`, checked. `explicit`: the
+    call says how many tokens. Modifies: `turns`. Errors: InvalidRequestError and its kinds."""
     parts = context.parts
     _refuse_without_text(parts, params)
     ids, spans, rope = prompt_ids(parts, prompt, context.args.allow_auto_truncate), (), None
     if prompt.session_params is not None or prompt.image_data is not None or parts.images is not None:
         ids, spans, rope = call_options.prompt_in_place(context, prompt, ids, turns)
     ids = _fitting(context, ids, params.max_new_tokens == 0, cut=not spans)
-    sampling = prompt.sampling_params
-    explicit = isinstance(sampling, SamplingParams) or "max_new_tokens" in (sampling or {})
-    explicit = explicit and params.max_new_tokens != context.preferred.get("max_new_tokens")
     most = _room(context, params, len(ids), explicit)
     asked = [_asked(context, prompt, params, len(ids)) for _ in prompt.rid]
     if asked[0].top_logprobs or asked[0].logprob_ids:
