@@ -29,7 +29,7 @@ from fengine.worker.safetensors_file import read_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-4  # on logprobs
-NEW_TOKENS = 256
+NEW_TOKENS = 160  # beyond every window and every original context of these cases
 CASES: dict[str, dict[str, Any]] = {
     "llama-mha": {"num_key_value_heads": 4},
     "llama-gqa2-odd-tied-old": {
@@ -443,8 +443,8 @@ def test_negative_control(loaded: Loaded) -> None:
         broken = dict(loaded.params, layers=copies)
         owner = broken if leaf in broken else copies[1]
         owner[leaf] = tree_map_only(Tensor, lambda tensor: tensor.roll(1, dims=-1), owner[leaf])
-        rows = run_paged(broken, loaded.spec, prompts_for(loaded.spec), 4, page_size=4, seed=0)
-        assert max(logprob_error(loaded.reference, row) for row in rows) > 100 * TOLERANCE, leaf
+        (row,) = run_paged(broken, loaded.spec, prompts_for(loaded.spec)[:1], 4, page_size=4, seed=0)
+        assert logprob_error(loaded.reference, row) > 100 * TOLERANCE, leaf
 
 
 def test_bf16_weights_are_kept_and_computed_in_fp32(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ def declared(requirements: list[str]) -> set[str]:
     return found
 
 
+@cache
 def imported(folder: str) -> set[str]:
     """The packages that modules of a folder import, but for Python's own and those beside them."""
     found: set[str] = set()
