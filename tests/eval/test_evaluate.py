@@ -140,6 +140,7 @@ def test_arguments_that_are_refused(given: dict[str, Any], said: str, engine: Fa
     [
         (Row(7, {}), "a row's id must be a text, got 7"),  # type: ignore[arg-type]
         (Row("a", {"x": {1}}), "row 'a': its data is no JSON: Object of type set"),
+        (Row("a", {"x": float("nan")}), "row 'a': its data is no JSON: Out of range float"),
     ],
 )
 def test_rows_that_are_none_are_named(row: Row, said: str, engine: FakeEngine) -> None:
@@ -147,6 +148,14 @@ def test_rows_that_are_none_are_named(row: Row, said: str, engine: FakeEngine) -
     task.rows = lambda: iter([row])  # type: ignore[method-assign]
     with pytest.raises(InputFileError, match=said):
         fengine.evaluate(task, engine, "r")
+
+
+@pytest.mark.parametrize("scores", [None, {"x": [1]}, {"x": None}, {"x": 1e300}, {"x": 10**400}, {"x": float("nan")}])
+def test_scores_that_no_record_holds_are_the_rows_failure(scores: Any, engine: FakeEngine) -> None:
+    task = Reversal(["one", "two"])
+    task.score = lambda row, answers: scores if row.id == "w0" else {"reversed": True}  # type: ignore[method-assign]
+    assert fengine.evaluate(task, engine, "r")["failed"] == 1
+    assert Path("r/outputs.jsonl").read_text().count("scores must be a dict of texts, booleans and numbers") == 1
 
 
 def test_a_figure_may_be_a_number(engine: FakeEngine) -> None:

@@ -20,7 +20,7 @@ from fengine.eval.tasks.task import BadRow, Row, Task
 
 NOTHING, FAILED, OK = 0, 1, 2  # what is known of a row
 ROW_HEAD = "[%d,%d,%d,%d,%.6f,%.6f,%d,%d]"  # of a line of the journal, as `is_head` has it
-COMPACT = json.JSONEncoder(separators=(",", ":"))
+COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True)

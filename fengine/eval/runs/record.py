@@ -33,7 +33,9 @@ def error_record(row: Row | BadRow, error: BaseException | None = None) -> Recor
 
 
 def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int], scores: Any) -> Record:
-    """The record of a row that was scored. Pure."""
+    """The record of a row that was scored. Pure. Errors: TypeError for scores that no record holds."""
+    if not _are_scores(scores):
+        raise TypeError(f"scores must be a dict of texts, booleans and numbers below {LARGEST:g}, got {scores!r:.200}")
     recorded = []
     for ask, answer, seed in zip(asks, answers, seeds, strict=True):
         one: dict[str, Any] = {"prompt": ask.prompt, "text": answer.text, "output_ids": answer.token_ids}
@@ -84,11 +86,13 @@ def record_of(line: bytes) -> Record | None:
         return None
     if "error" in record:
         return record if isinstance(record["error"], dict) else None
-    answers, scores = record.get("answers"), record.get("scores")
-    if not isinstance(answers, list) or not isinstance(scores, dict):
-        return None
-    good = all(_is_number(value) or isinstance(value, (bool, str)) for value in scores.values())
-    return record if good and all(map(_is_answer, answers)) else None
+    answers = record.get("answers")
+    good = isinstance(answers, list) and _are_scores(record.get("scores")) and all(map(_is_answer, answers))
+    return record if good else None
+
+
+def _are_scores(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(one) or isinstance(one, (bool, str)) for one in value.values())
 
 
 def _is_answer(value: Any) -> bool:
@@ -101,7 +105,7 @@ def _is_answer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return abs(value) < LARGEST if type(value) is float else type(value) is int and abs(value) < 2**53
+    return abs(value) < LARGEST if isinstance(value, float) else type(value) is int and abs(value) < 2**53
 
 
 def id_of(line: bytes) -> str:
