@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import forked
 import pytest
 
 import fengine.compat
@@ -61,7 +62,7 @@ def test_every_module_has_one_copy_whatever_its_name() -> None:
 
 
 def test_sglang_means_fengine_once_it_is_asked_for() -> None:
-    run(
+    done = forked.run(
         "import fengine\n"
         "try:\n"
         "    import sglang\n"
@@ -81,7 +82,10 @@ def test_sglang_means_fengine_once_it_is_asked_for() -> None:
         "        assert 'fengine.lang' in str(error), error\n"
         "    with sgl.Engine(model_path='box') as llm:\n"
         "        assert llm.generate('hello', {'max_new_tokens': 2})['meta_info']['completion_tokens'] == 2\n"
+        "else:\n"
+        "    assert sglang is not fengine\n"  # it is installed
     )
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_imported_sglang_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
