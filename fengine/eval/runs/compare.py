@@ -91,7 +91,9 @@ def compare_row(a: Record, b: Record) -> RowDifference:
         other.append("number of answers")
     for sample, (mine, its) in enumerate(zip(a["answers"], b["answers"], strict=False)):
         _compare_answer(found, sample, mine, its)
-        other += [name for name in (*ASKED, *TOLD) if mine.get(name) != its.get(name) and name not in other]
+        fewer = len(mine["logprobs"]) != len(its["logprobs"]) and mine["output_ids"] == its["output_ids"]
+        names = [name for name in (*ASKED, *TOLD) if mine.get(name) != its.get(name)] + ["number of logprobs"] * fewer
+        other += [name for name in names if name not in other]
     found.other = (*other, *(["scores"] if a["scores"] != b["scores"] else []))
     return found
 
