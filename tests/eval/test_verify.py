@@ -122,7 +122,7 @@ def test_another_token_is_found_and_named(make: Run, capsys: Any) -> None:
         (["answers", 0, "finish_reason"], {"type": "length"}, "finish_reason"),
         (["answers", 0, "prompt"], "other", "prompt"),
         (["answers", 0, "sampling_seed"], 1, "sampling_seed"),
-        (["answers", 0, "logprobs"], [-0.25], "number of logprobs"),
+        (["answers", 0, "logprobs"], [-2.1], "number of logprobs"),
         (["scores", "exact_match"], True, "scores"),
     ],
 )
