@@ -315,7 +315,7 @@ class World:
         return process
 
     def _update_weights(self) -> None:
-        if (reason := self.core.refusal("weights")) is not None:
+        if (reason := self.core.refusals.get("weights")) is not None:
             raise MemoryReleasedError(reason)
         self.core.stepper.forget_weights()
         self.device.weights += 1

@@ -332,7 +332,7 @@ class RanksWorld(World):
         return kv, result
 
     def _update_weights(self) -> None:
-        if self.core.refusal("weights") is None:
+        if self.core.refusals.get("weights") is None:
             with self.ranks.told("update_weights"):
                 self.core.stepper.drain()
                 self.exchange.swap(0, "weights")

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Unpack, cast, overload
@@ -52,11 +52,6 @@ def _built(config: EngineConfig, **template: str | None) -> Iterator[Parts]:
     except BaseException:
         parts.close()
         raise
-
-
-def _close(parts: Parts, close_grammars: Callable[[], None]) -> None:
-    parts.close()
-    close_grammars()
 
 
 @checked_calls
@@ -120,7 +115,7 @@ class Engine:
         parts.core.call("label_weights", version=args.weight_version)
         self.tokenizer_manager = TokenizerManager(self)
         holder = self if owned else grammars  # `grammars` lives as long as its own finalizer: until shutdown or the end
-        self._finalizer = finalize(holder, _close, parts, grammars.close)
+        self._finalizer = finalize(holder, lambda: (parts.close(), grammars.close()))
 
     def __enter__(self) -> "Engine":
         return self

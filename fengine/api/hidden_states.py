@@ -52,17 +52,14 @@ class FloatList(np.ndarray):
         return len(self) > 0
 
     def __contains__(self, value: object) -> bool:
-        return any(value == item for item in self)
+        return value in self.tolist()
 
     def index(self, value: Any) -> int:
         """Errors: ValueError where there is none, as a list's."""
-        for i, item in enumerate(self):
-            if value == item:
-                return i
-        raise ValueError(f"{value!r} is not in the list")
+        return self.tolist().index(value)
 
     def count(self, value: Any) -> int:
-        return sum(value == item for item in self)
+        return self.tolist().count(value)
 
 
 def hidden_of(state: RequestState, count: int) -> Any:

@@ -36,8 +36,8 @@ class ReleaseMemoryOccupationReqInput:
 
 
 @dataclass
-class ResumeMemoryOccupationReqInput:
-    tags: list[str] | None = None
+class ResumeMemoryOccupationReqInput(ReleaseMemoryOccupationReqInput):
+    """As it."""
 
 
 @dataclass

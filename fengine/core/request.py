@@ -9,9 +9,8 @@ from typing import Any
 
 from fengine.core.images import ImageSpan, Placed, RopePositions, page_salts
 from fengine.core.sampling_params import SamplingParams
-from fengine.core.scalars import exact_int
 
-__all__ = ["Adapter", "Request", "SamplingParams", "Status", "derive_seed", "exact_int", "new_id"]
+__all__ = ["Adapter", "Request", "SamplingParams", "Status", "derive_seed", "new_id"]
 
 
 _ids: list[str] = []  # that nobody has got yet

@@ -207,9 +207,6 @@ class EngineCore:
         with self.inbox.lock:
             self.refusals.pop(cause, None)
 
-    def refusal(self, cause: str) -> str | None:
-        return self.refusals.get(cause)
-
     def label_weights(self, version: str) -> None:
         """What is drawn from here on is of weights with this label. In the loop's thread, with no step in flight."""
         self.weight_version = version

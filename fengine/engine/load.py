@@ -9,7 +9,7 @@ from typing import Any
 
 from fengine.config import EngineConfig, LoadFormat
 from fengine.engine.weights.incoming import Origin
-from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.errors import UnsupportedFeatureError
 from fengine.models.kv_state import Params
 from fengine.models.quantization import chosen
 from fengine.models.spec import Config, ModelSpec, embedding_spec
@@ -17,7 +17,7 @@ from fengine.ops.columns import Group
 from fengine.worker.device import device_of
 from fengine.worker.generation_config import read_eos_ids, read_sampling_defaults
 from fengine.worker.hub import resolve_model
-from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.loader import length_of, load_params, spec_from_config
 from fengine.worker.pooling import Pooling, read_pooling
 from fengine.worker.safetensors_file import read_config
 
@@ -93,12 +93,5 @@ def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:
-    """The context in force. Errors: ConfigError if more is asked than the checkpoint was made for."""
-    asked = config.model.context_length
-    if asked is None:
-        return spec.max_position
-    if asked > spec.max_position:
-        raise ConfigError(
-            f"model.context_length is {asked} but the checkpoint was made for {spec.max_position} positions; lower it"
-        )
-    return asked
+    """The context in force. Errors: as `length_of`."""
+    return length_of(spec, config.model.context_length)

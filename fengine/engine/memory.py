@@ -161,7 +161,7 @@ class Memory:
 
     def _choose(self, asked: Sequence[str], released: bool, everything: bool) -> list[str]:
         """Those of the asked tags that are (not) released. Errors: MemoryReleasedError if one is in the wrong state."""
-        fit = [tag for tag in asked if (self.core.refusal(tag) is not None) == released]
+        fit = [tag for tag in asked if (self.core.refusals.get(tag) is not None) == released]
         if not fit or (len(fit) < len(asked) and not everything):
             wrong = [tag for tag in asked if tag not in fit]
             state, call = ("not released", "release") if released else ("released already", "resume")
@@ -181,7 +181,7 @@ class Memory:
 
     def _resume(self, tags: Sequence[str], everything: bool) -> None:
         tags = self._choose(tags, released=True, everything=everything)
-        left = [tag for tag in TAGS if self.core.refusal(tag) is not None and tag not in tags]
+        left = [tag for tag in TAGS if self.core.refusals.get(tag) is not None and tag not in tags]
         with nullcontext() if self.ranks is None else self.ranks.told("resume_memory", tags=tags, capture=not left):
             for tag in tags:
                 if not self.device.resume(tag):  # until an update gives every tensor

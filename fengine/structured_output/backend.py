@@ -106,7 +106,7 @@ class Grammar:
         return self.matcher()
 
     def cursor(self, request: Request, barred: Sequence[int]) -> Cursor:
-        """As `core.masks.Grammar` says."""
+        """Where the request's output stands, as far as it is known; `barred` ids are never drawn."""
         params = request.params
         cursor = Cursor(
             self, request.stop_ids, barred, request.early_ids, eager=not params.ignore_eos, least=params.min_new_tokens

@@ -70,6 +70,15 @@ def _stored_dtype(config: Config) -> torch.dtype:
     return dtype
 
 
+def length_of(spec: ModelSpec, asked: int | None) -> int:
+    """The context, for so many positions. Errors: ConfigError if the checkpoint was not made for them."""
+    length = spec.max_position if asked is None else asked
+    if not 1 <= length <= spec.max_position:
+        limit = f"{spec.max_position}, the checkpoint's max_position_embeddings"
+        raise ConfigError(f"model.context_length must be from 1 to {limit}, got {length}.")
+    return length
+
+
 def load_params(
     directory: Path, spec: ModelSpec, *, dtype: Dtype = Dtype.auto, device: torch.device | str = "cpu",
     context_length: int | None = None, load_format: LoadFormat = LoadFormat.auto, seed: int = 0,
@@ -82,10 +91,7 @@ def load_params(
     random weights that are a function of (seed, leaf, device). Errors: ModelLoadError and its kinds, ConfigError,
     OutOfMemoryError.
     """
-    length = spec.max_position if context_length is None else context_length
-    if not 1 <= length <= spec.max_position:
-        limit = f"{spec.max_position}, the checkpoint's max_position_embeddings"
-        raise ConfigError(f"model.context_length must be from 1 to {limit}, got {length}.")
+    length = length_of(spec, context_length)
     device = torch.device(device)
     wanted = None if dtype is Dtype.auto else getattr(torch, dtype.value)
     weights = models.lookup(spec.architecture).weights(spec)

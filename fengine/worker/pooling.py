@@ -14,11 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
-from fengine.core.files import open_regular, read_file
-from fengine.core.json_text import parse_json
 from fengine.errors import InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.kv_state import Params
 from fengine.models.modernbert import EPS as HEAD_EPS
@@ -26,6 +22,7 @@ from fengine.ops.activations import activate
 from fengine.ops.layer_norm import layer_norm
 from fengine.ops.linear import linear
 from fengine.worker.pools import pools_of
+from fengine.worker.safetensors_file import SINGLE, read_header, read_json, reading
 
 FLAGS = {  # pooling_mode_*, the older spelling, and the word for it, in the order in which several are joined
     "cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean", "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
@@ -150,23 +147,13 @@ def _normalizes(kinds: list[str]) -> bool:
 def _read(path: Path, where: str = "", kind: type = dict) -> Any:
     """An object, or a list of objects, whose keys are all known to KEYS[where], or off. Errors: ModelLoadError;
     UnsupportedFeatureError with every other key."""
-    value, where = _parsed(path, kind), where or path.name
+    value, where = read_json(path, kind), where or path.name
     objects = value if kind is list else [value]
+    if not all(isinstance(one, dict) for one in objects):
+        raise ModelLoadError(f"{path} must be a list of objects.")
     bad = [f"{k} = {v!r:.80}" for one in objects for k, v in one.items() if not _is_known(k, v, where)]
     if bad:
         raise UnsupportedFeatureError(f"{where} has keys that may change the result: {', '.join(bad)}: not built.")
-    return value
-
-
-def _parsed(path: Path, kind: type = dict) -> Any:
-    """An object, or a list of objects. Errors: ModelLoadError."""
-    try:
-        value = parse_json(read_file(path).decode())
-    except ValueError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}.") from error
-    objects = value if kind is list else [value]
-    if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
-        raise ModelLoadError(f"{path} must be {'a list of objects' if kind is list else 'an object'}.")
     return value
 
 
@@ -212,19 +199,17 @@ def _dense(folder: Path, size: Any) -> Dense:
     act = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if act not in ACTIVATIONS:
         raise UnsupportedFeatureError(f"{folder}: activation_function {act!r:.80} is not built: {ACTIVATIONS} are.")
-    path = folder / "model.safetensors"
-    open_regular(path).close()  # no pipe, for which the library would wait
-    try:
-        tensors = load_file(path)
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}.") from error
+    path = folder / SINGLE
+    entries = {entry.name: entry for entry in read_header(path)}
+    with reading(entries) as read:
+        tensors = {name: read(name).double().numpy() for name in entries}
     wanted = {"linear.weight": (config.get("out_features"), size)}
     wanted |= {"linear.bias": wanted["linear.weight"][:1]} if config.get("bias", True) else {}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes != wanted or config.get("in_features") != size:
         raise ModelLoadError(f"{path}: expected {wanted}, got {shapes}; in_features is {config.get('in_features')!r}.")
-    weight = tensors["linear.weight"].astype(np.float64)
-    return Dense(weight, tensors.get("linear.bias", np.zeros(len(weight))).astype(np.float64), act == "Tanh")
+    weight = tensors["linear.weight"]
+    return Dense(weight, tensors.get("linear.bias", np.zeros(len(weight))), act == "Tanh")
 
 
 def _own(directory: Path) -> tuple[str, Any]:
@@ -238,7 +223,7 @@ def _own(directory: Path) -> tuple[str, Any]:
 
 
 def _of_tokenizer(tokens: Path, positions: Any) -> Any:
-    most = _parsed(tokens).get("model_max_length") if os.path.lexists(tokens) else None
+    most = read_json(tokens).get("model_max_length") if os.path.lexists(tokens) else None
     most = int(most) if type(most) is float and math.isfinite(most) else most
     sizes = [size for size in (most, positions) if type(size) is int and size != -1]  # of positions
     return min(sizes) if sizes and (most is None or type(most) is int) else most

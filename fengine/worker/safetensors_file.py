@@ -38,22 +38,23 @@ class TensorEntry(NamedTuple):
     stored: str  # its name in the file
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Errors: ModelLoadError (missing), CorruptCheckpointError."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """A JSON object, or list, from a file. Errors: ModelLoadError (missing), CorruptCheckpointError."""
     data = read_file(path)
     if not data.strip():
         raise CorruptCheckpointError(f"{path} is empty; download the checkpoint again.")
-    return parse_object(data, str(path))
+    return parse_json_of(data, str(path), kind)
 
 
-def parse_object(data: bytes, what: str) -> dict[str, Any]:
-    """Strict JSON: UTF-8 without BOM, one object, no duplicate keys, no NaN. Errors: CorruptCheckpointError."""
+def parse_json_of(data: bytes, what: str, kind: type = dict) -> Any:
+    """Strict JSON: UTF-8 without BOM, one value, no duplicate keys, no NaN. Errors: CorruptCheckpointError."""
     try:
         value = parse_json(data.decode())
     except ValueError as error:  # of UTF-8, too
         raise CorruptCheckpointError(f"{what}: not usable JSON, {error}.") from None
-    if not isinstance(value, dict):
-        raise CorruptCheckpointError(f"{what}: expected a JSON object, got {type(value).__name__}.")
+    if not isinstance(value, kind):
+        wanted = "a JSON object" if kind is dict else "a list"
+        raise CorruptCheckpointError(f"{what}: expected {wanted}, got {type(value).__name__}.")
     return value
 
 
@@ -138,7 +139,7 @@ def read_header(path: Path) -> list[TensorEntry]:
             raise CorruptCheckpointError(
                 f"{path} is truncated or no safetensors file: its header has {length} bytes, not 2 to {MAX_JSON_BYTES}."
             )
-        header = parse_object(read_from(file, path, length), f"header of {path}")
+        header = parse_json_of(read_from(file, path, length), f"header of {path}")
     if len(header) > MAX_TENSORS:
         raise CorruptCheckpointError(f"{path} names {len(header)} tensors; at most {MAX_TENSORS} are read.")
     names = open_file(path).offset_keys()

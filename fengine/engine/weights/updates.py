@@ -241,7 +241,7 @@ class WeightUpdates:
         """Errors: MemoryReleasedError where there are no values."""
         if tensor not in self.live.places:
             return None
-        reason = self.core.refusal("weights") or (self.core.refusal(LOST) if tensor in self.missing else None)
+        reason = self.core.refusals.get("weights") or (self.core.refusals.get(LOST) if tensor in self.missing else None)
         if reason is not None:
             raise MemoryReleasedError(reason)
         if self.ranks is None or self.live.places[tensor].cut is None:
@@ -253,7 +253,7 @@ class WeightUpdates:
         """Forgets what the old weights computed, then writes. Returns how many requests go on with the new. Errors:
         MemoryReleasedError."""
         changes, origin = attached
-        if (reason := self.core.refusal("weights")) is not None:
+        if (reason := self.core.refusals.get("weights")) is not None:
             raise MemoryReleasedError(reason)
         if self.ranks is not None:
             self.ranks.update({change.name: change.tensor for change in changes}, origin)
