@@ -133,9 +133,11 @@ class SamplingParams:
     spaces_between_special_tokens: bool = declare(
         True, "flag", "text", "Accepted either way: the tokenizers that are read here put no such spaces."
     )
-    no_stop_trim: bool = declare(
-        False, "flag", "text", "The text that ended the output stays in it.", openai="include_stop_str_in_output"
-    )
+    no_stop_trim: bool = declare(False, "flag", "text", "Of the token that ended the output the text stays, too.")
+    include_stop_str_in_output: bool = declare(
+        False, "flag", "text", "The text ends behind what ended the output, not before.",
+        openai="include_stop_str_in_output",
+    )  # fmt: skip
     stream_interval: int | None = declare(
         None, "integer", "stream", "Tokens between two chunks of a stream; None: as the engine is set.", Range(1)
     )
@@ -165,6 +167,10 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.top_k == 1
+
+    @property
+    def keeps_stop(self) -> bool:
+        return self.no_stop_trim or self.include_stop_str_in_output
 
     @property
     def grammar_key(self) -> tuple[str, str] | None:
