@@ -242,7 +242,7 @@ def _sweep(
 ) -> list[Point | BadPoint]:
     """The product of all choices, in the order of the basic sweeper: the first key is the outermost loop."""
     axes = _axes(master, given, schema)
-    plain = [o.input_line or "" for o in axes if not o.is_sweep_override()]
+    plain = [str(o.input_line) for o in axes if not o.is_sweep_override()]
     several = [o for o in axes if o.is_sweep_override()]
     directory, jobs = _select(master, "hydra.sweep.dir"), []
     for index, swept in enumerate(map(tuple, BasicSweeper.split_arguments(several, None)[0])):
