@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_checkpoints
+import tiny_vision
 import torch
 from books import check_scheduler
 from checksum import VOCAB, checksum_engine, expected
@@ -397,6 +398,17 @@ def test_saved_weights_load_again(name: str, tmp_path: Path) -> None:
         with start(tmp_path / folder, load_format="sharded_state") as again:
             assert ask(again) == wanted
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "many").num_parameters() > 0
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_saved_tensors_have_the_names_of_the_files(family: str, tmp_path: Path) -> None:
+    """By other names transformers would draw them at random."""
+    directory = tiny_vision.write(tmp_path / "a", family)
+    with start(directory) as engine:
+        engine.save_sharded_model(path=str(tmp_path / "saved"))
+    files, saved = tensors_of(directory), tensors_of(tmp_path / "saved")
+    assert all(torch.equal(files[name], tensor) for name, tensor in saved.items())
+    assert {name for name in files.keys() - saved.keys() if "post_layernorm" not in name} == set()
 
 
 def test_pickles_and_code_are_refused_by_name(shared: Engine, two: tuple[Path, Path]) -> None:

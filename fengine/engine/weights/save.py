@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fengine.core.scalars import told
 from fengine.engine.weights.live import LiveWeights
-from fengine.errors import InvalidRequestError, StorageError
+from fengine.errors import InvalidRequestError, ModelLoadError, StorageError
+from fengine.worker.checkpoint_checks import read_entries
 from fengine.worker.safetensors_file import INDEX, read_config
 
 SHARD_BYTES = 5 << 30
@@ -42,20 +43,27 @@ def save_weights(
     folder, most = checked(path, pattern, max_size)
     shards = [(_shard_name(PATTERN if pattern is None else pattern, part), names)
               for part, names in enumerate(_shards(live, most))]  # fmt: skip
-    index: dict[str, str] = {}
-    total = 0
+    index, theirs, total = dict[str, str](), _stored_names(live, model_dir), 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, names in shards:
-            tensors = {name: tensor for name in names if (tensor := read(name)) is not None}
+            tensors = {theirs.get(name, name): tensor for name in names if (tensor := read(name)) is not None}
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
-            index |= dict.fromkeys(names, file)
+            index |= dict.fromkeys(tensors, file)
             total += sum(tensor.nbytes for tensor in tensors.values())
         _copy_beside(model_dir, folder)
         (folder / "config.json").write_text(json.dumps(read_config(model_dir, overrides), indent=2))
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _stored_names(live: LiveWeights, model_dir: Path) -> dict[str, str]:
+    """What the files of the model call its tensors, by our names; dummy weights have none."""
+    try:
+        return {entry.name: entry.stored for entry in read_entries(model_dir, live.spec).values()}
+    except ModelLoadError:
+        return {}
 
 
 def _checked_folder(path: Any) -> Path:
