@@ -1,10 +1,12 @@
 """`/v1/chat/completions`: a chat to token ids, outputs to choices with content, reasoning and tool calls."""
 
 import json
+import re
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from fengine.api.chat_images import without_images
@@ -221,6 +223,7 @@ class BlockWriter(Writer):
         self.chat, self.found = chat, list[Block]()
         self._open = False  # the last one
         self._early = list[dict[str, Any]]()  # logprobs from before there is any text
+        self._tail = ""  # of the text so far, which may begin the end of a call
 
     @abstractmethod
     def answer(self, output: Output) -> dict[str, Any]:
@@ -246,7 +249,16 @@ class BlockWriter(Writer):
         return self.ending(outputs[0]) if outputs[0] else b""
 
     def _steps(self, output: Output) -> Iterator[Step]:
-        """What a piece adds, or a whole output."""
+        """What a piece adds, or a whole output: what follows a call behind it, however much comes at once."""
+        end, text, before = self.chat.form.end if self.chat.form else "", output["text"], len(self._tail)
+        cuts = [found.end() - before for found in re.finditer(re.escape(end), self._tail + text)] if end else []
+        self._tail = (self._tail + text)[1 - len(end) :] if end else ""
+        for a, b in pairwise([0, *cuts]):
+            early = {"finish_reason": None, "output_token_logprobs": []}
+            yield from self._read({"text": text[a:b], "output_ids": [], "meta_info": early})
+        yield from self._read(output | {"text": text[cuts[-1] :] if cuts else text})
+
+    def _read(self, output: Output) -> Iterator[Step]:
         parts = self.chat.parts(0, output, streamed=True)
         logprobs = self._early + ([] if self.chat.given["logprobs"] is None else self.chat.logprobs(output))
         texts = [block for block in self.found if block.kind == "text"]

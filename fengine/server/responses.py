@@ -179,7 +179,8 @@ class ResponseWriter(BlockWriter):
         whole = finish in ("stop", None)
         reason = {"length": "max_output_tokens"}.get(finish or "", finish)
         told = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-                "input_tokens_details": usage.get("prompt_tokens_details", {"cached_tokens": 0}),
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}
+                | usage.get("prompt_tokens_details", {}),
                 "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens", 0)}}  # fmt: skip
         return self._head | {
             "status": "completed" if whole else "incomplete",

@@ -112,6 +112,7 @@ def test_responses_are_chats(engine: Engine, server: Live) -> None:
             told = client.responses.create(input=given, **asked)
             assert (told.output_text, told.status, told.store) == (expected["text"], "completed", False)
             assert told.usage.output_tokens == expected["meta_info"]["completion_tokens"]
+            type(told).model_validate(told.to_dict())  # every field that the client's type has
         with client.responses.stream(input=CHAT[0]["content"], **asked) as stream:
             kinds = [event.type for event in stream]
             assert stream.get_final_response().output_text == expected["text"]
@@ -193,6 +194,18 @@ def test_logprobs_of_a_response_are_as_many_however_it_comes(engine: Engine) -> 
             writer.piece(0, {"text": piece, "output_ids": ids, "meta_info": meta})
         told.append([(block.text, len(block.logprobs)) for block in writer.found])
     assert told == [[("<tool_c", 7)]] * 3
+
+
+def test_what_follows_a_call_is_told_behind_it_however_it_comes(engine: Engine) -> None:
+    asked = {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    text = 'a <tool_call>{"name": "f"}</tool_call> b <tool_call>{"name": "f"}</tool_call><tool_call>{</tool_call> c'
+    for size in (1, 5, 41, 200):
+        facts = TemplateFacts(next(form for form in FORMATS if form.name == "hermes"))
+        writer = MessageWriter(ChatWriter(read_chat(asked, 1), engine, facts, {}), {}, "box")
+        for at in range(0, len(text), size):
+            finish = {"type": "stop"} if at + size >= len(text) else None
+            writer.piece(0, {"text": text[at : at + size], "output_ids": [], "meta_info": {"finish_reason": finish}})
+        assert [block.text for block in writer.found] == ["a", "{}", "  b", "{}", " <tool_call>{</tool_call> c"]
 
 
 @pytest.mark.parametrize(("kind", "told"), [("call", ("tool_use", None)), ("text", ("stop_sequence", "END"))])
