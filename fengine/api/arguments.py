@@ -137,7 +137,8 @@ def unknown(where: str, name: str, known: Iterable[str]) -> UnknownParameterErro
         hint = f" It is {ours!r} here."
     elif near and near[0] in drawn:
         given = f"{{{drawn[near[0]] or near[0]!r}: …}}"
-        hint = f" It is a sampling parameter of a call: generate(prompt, {given})."
+        what = "It is a" if name in drawn else "The nearest is a"
+        hint = f" {what} sampling parameter of a call: generate(prompt, {given})."
         if "sampling_params" in known:
             hint = f" Sampling parameters go together: sampling_params={given}."
     return UnknownParameterError(f"{where} got an unknown argument {told(name)}.{hint}")
