@@ -26,7 +26,7 @@ from fengine.errors import CapacityError, InvariantError
 arrival_of = attrgetter("arrival")
 
 
-def _shortness(request: Request) -> int:
+def shortness(request: Request) -> int:
     return -request.num_computed
 
 
@@ -194,11 +194,7 @@ class Rows:
             self._take_out(request)
             self.draining[request.rid] = request
         elif _remove(self.prompting, request):
-            insort(self.decoding, request, key=_shortness)
-
-    def reorder(self) -> None:
-        """Some rows have grown more than others. Modifies: the order of those that decode."""
-        self.decoding.sort(key=_shortness)
+            insort(self.decoding, request, key=shortness)
 
     def latest(self) -> Request:
         """The latest arrival among the rows that still need pages."""

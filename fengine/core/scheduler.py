@@ -27,7 +27,7 @@ from fengine.core.images import ImageRows, least, uncut
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import ABORTED, FinishReason, Request, Status
-from fengine.core.running import Rows, arrival_of, draws_last, is_lockstep, verdict
+from fengine.core.running import Rows, arrival_of, draws_last, is_lockstep, shortness, verdict
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.speculation import Speculation, drafting_of, pays, schedule_drafts, take_drafts
 from fengine.errors import InvalidRequestError, InvariantError
@@ -238,7 +238,7 @@ class Scheduler:
                 draft.token_ids[:] = guesses[scheduled.requests[draft.index]][: len(draft.token_ids)]
         if scheduled.drafts:
             finished += take_drafts(scheduled, self._rows, tokens, logprobs, self._end_drawn)
-            self._rows.reorder()
+            self._rows.decoding.sort(key=shortness)  # some have grown more than others
             self._admission.blocked = False  # pages have come back
         return finished
 

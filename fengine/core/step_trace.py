@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from fengine.core.request import Request
 from fengine.core.scheduler import Scheduler
@@ -62,7 +61,7 @@ class StepTrace(Watcher):
     def __init__(self, scheduler: Scheduler, tell: Callable[[StepRecord], None]) -> None:
         self.fault: Exception | None = None
         self._scheduler, self._tell, self._page_size = scheduler, tell, scheduler.page_size
-        self._scheduled: dict[int, dict[str, Any]] = {}  # by step, the fields that are known at launch
+        self._scheduled: dict[int, StepRecord] = {}  # by step, until it lands
         self._held: dict[str, int] = {}  # pages of the requests that had some when last seen
 
     def scheduled(self, output: SchedulerOutput) -> None:
@@ -72,27 +71,16 @@ class StepTrace(Watcher):
         new_pages = self._new_pages(output, {request.row: request for request in requests})
         first_new = {new.rid: new.first for new in new_pages}
         kept = {rid: min(first_new.get(rid, count), count) for rid, count in held.items()}
-        self._scheduled[output.step] = {
-            "step": output.step,
-            "launched": time.perf_counter(),
-            "rids": tuple(request.rid for request in requests),
-            "starts": tuple(output.starts),
-            "counts": tuple(output.counts),
-            "decodes": tuple(
-                sample and start >= request.prompt_len
-                for request, start, sample in zip(requests, output.starts, output.samples, strict=True)
-            ),
-            "new_pages": new_pages,
-            "drafted": tuple(drafted.get(i, 0) for i in range(len(requests))) if drafted else (),
-            "shrunk": tuple((rid, count) for rid, count in kept.items() if count < self._held.get(rid, 0)),
-            "preempted": tuple(output.preempted),
-            "released": tuple(rid for rid in self._held if rid not in held),
-            "running": counters["running"],
-            "waiting": counters["waiting"],
-            "held": counters["used_pages"],
-            "cached": counters["pages"] - counters["used_pages"] - counters["free_pages"],
-            "pages": counters["pages"],
-        }
+        samples = zip(requests, output.starts, output.samples, strict=True)
+        pages, used, free = (counters[name] for name in ("pages", "used_pages", "free_pages"))
+        self._scheduled[output.step] = StepRecord(
+            output.step, time.perf_counter(), 0.0, tuple(request.rid for request in requests), tuple(output.starts),
+            tuple(output.counts), tuple(sample and start >= request.prompt_len for request, start, sample in samples),
+            new_pages, tuple(output.preempted), tuple(rid for rid in self._held if rid not in held),
+            counters["running"], counters["waiting"], used, pages - used - free, pages,
+            drafted=tuple(drafted.get(i, 0) for i in range(len(requests))) if drafted else (),
+            shrunk=tuple((rid, count) for rid, count in kept.items() if count < self._held.get(rid, 0)),
+        )  # fmt: skip
         self._held = held
 
     def _new_pages(self, output: SchedulerOutput, request_of: dict[int | None, Request]) -> tuple[NewPages, ...]:
@@ -104,10 +92,10 @@ class StepTrace(Watcher):
         )
 
     def landed(self, output: SchedulerOutput) -> None:
-        fields = self._scheduled.pop(output.step, None)
-        if fields is None or self.fault is not None:  # the step was under way when the telling began, or it has ended
+        record = self._scheduled.pop(output.step, None)
+        if record is None or self.fault is not None:  # the step was under way when the telling began, or it has ended
             return
         try:
-            self._tell(StepRecord(**fields, landed=time.perf_counter()))
+            self._tell(replace(record, landed=time.perf_counter()))
         except Exception as error:  # the loop must go on
             self.fault = error

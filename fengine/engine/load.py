@@ -59,8 +59,6 @@ def load(
         path = model.tokenizer_path
         folder = resolve_model(path, weights=False, cache_dir=model.download_dir) if path else model_dir
         tokenizer = make_tokenizer(folder, context_length=context)
-    if model.sampling_defaults == "model":
-        read_sampling_defaults(model_dir)  # which may refuse
     eos_ids = read_eos_ids(model_dir, model.json_overrides) | (tokenizer.eos_ids if tokenizer else frozenset())
     behind = sorted(token for token in eos_ids if token >= spec.vocab_size)
     if behind and spec.generates and not (group and group.rank):  # as a config class of transformers has by default
@@ -85,6 +83,8 @@ def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
     model_dir = resolve_model(model.path, model.revision, weights=not dummy, cache_dir=model.download_dir)
     hf_config = read_config(model_dir, model.json_overrides)
     spec = spec_from_config(hf_config)
+    if model.sampling_defaults == "model":
+        read_sampling_defaults(model_dir)  # which may refuse
     few_kv = config.cache.kv_cache_dtype == "fp8_e4m3"
     spec = replace(spec, quantization=chosen(spec.quantization, model.quantization), few_kv=few_kv)
     if spec.vision is not None and config.scheduler.record:

@@ -20,6 +20,12 @@ from fengine.engine.weights.updates import WeightUpdates
 from fengine.models.spec import ModelSpec
 from fengine.worker.pooling import Pooling
 
+STATS = {  # of the counters of core, by the names that callers read
+    **{name: name for name in ("running", "waiting", "finished", "preemptions", "output_tokens", "steps")},
+    "pages_total": "pages", "pages_used": "used_pages", "pages_cached": "cached_pages", "cached_tokens": "hit_tokens",
+    "draft_tokens": "drafts", "correct_draft_tokens": "correct_drafts",
+}  # fmt: skip
+
 
 @dataclass
 class Parts:
@@ -77,20 +83,9 @@ class Parts:
         """Counters since the start and gauges of this moment, as plain numbers; or those of a moment before. Errors:
         EngineClosedError in a forked child."""
         counters = self.core.stats() if core_stats is None else core_stats
-        return {
-            "running": counters["running"],
-            "waiting": counters["waiting"],
-            "finished": counters["finished"],
-            "pages_total": counters["pages"],
-            "pages_used": counters["used_pages"],
-            "pages_cached": counters["cached_pages"],
-            "preemptions": counters["preemptions"],
-            "computed_tokens": counters["computed_tokens"] - counters["drafts"] + counters["correct_drafts"],
-            "cached_tokens": counters["hit_tokens"],
-            "output_tokens": counters["output_tokens"],
-            "draft_tokens": counters["drafts"],
-            "correct_draft_tokens": counters["correct_drafts"],
-            "steps": counters["steps"],
+        computed = counters["computed_tokens"] - counters["drafts"] + counters["correct_drafts"]
+        return {name: counters[own] for name, own in STATS.items()} | {
+            "computed_tokens": computed,
             "compiles": compile_count() - self.compiles_at_start,
             "compile_seconds": self.compile_seconds,
             "start_seconds": self.start_seconds,

@@ -40,7 +40,11 @@ def checked_start(
     **others: Any,
 ) -> ProfileRequest:  # fmt: skip
     """SGLang's arguments of start_profile. Errors: InvalidRequestError, UnsupportedFeatureError, ProfileError."""
-    _refuse(others)
+    for name, value in others.items():
+        if name not in NOT_BUILT:
+            raise InvalidRequestError(f"start_profile has no argument {name!r}.")
+        if value not in (None, NOT_BUILT[name]):
+            raise UnsupportedFeatureError(f"start_profile: {name}={value!r} is not built; leave it out.")
     for name, value, least in (("start_step", start_step, 0), ("num_steps", num_steps, 1)):
         if value is not None and (type(value) is not int or value < least):
             raise InvalidRequestError(f"{name} must be a whole number of at least {least}, got {value!r:.80}.")
@@ -56,15 +60,6 @@ def _stem(prefix: Any, id: Any) -> str:
         if value is not None and (not isinstance(value, str) or not value or Path(value).name != value):
             raise InvalidRequestError(f"{name} must be usable as a file name, got {value!r:.80}.")
     return "-".join(part for part in (prefix, id or f"{time.time():.6f}") if part)
-
-
-def _refuse(others: dict[str, Any]) -> None:
-    unknown = sorted(others.keys() - NOT_BUILT.keys())
-    if unknown:
-        raise InvalidRequestError(f"start_profile has no argument {unknown[0]!r}.")
-    for name, value in others.items():
-        if value not in (None, NOT_BUILT[name]):
-            raise UnsupportedFeatureError(f"start_profile: {name}={value!r} is not built; leave it out.")
 
 
 def _activities(asked: Any) -> tuple[str, ...]:

@@ -207,9 +207,7 @@ class DraftModel:
 
     def _see(self, ask: Ask, count: int) -> None:
         """Modifies: its memo."""
-        ask.drafting.memo.see(
-            len(ask.request.token_ids), self._told(ask) * self.page_size, self.head.behind, count
-        )  # fmt: skip
+        ask.drafting.memo.see(len(ask.request.token_ids), self._told(ask) * self.page_size, self.head.behind, count)
 
     def _arrays(self, asks: list[Ask], chunks: list[list[int]], count: int) -> Arrays:
         """The chain's FIELDS: the chunk of each row behind what is done, and how it draws."""

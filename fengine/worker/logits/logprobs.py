@@ -58,16 +58,11 @@ def prompt_rows(chunks: Sequence[Chunk]) -> list[PromptRows]:
     """What chunks of prompts give, apart by how many ids each wants: none makes its neighbours' arrays wide."""
     groups: dict[tuple[int, int], list[Chunk]] = {}
     for chunk in chunks:
-        if _is_scored(chunk):
-            params = chunk.new.params
+        first, prompt_len, params = chunk.new.first_scored, chunk.new.prompt_len, chunk.new.params
+        # With the last chunk of a prompt also where only the first entry, None, lands.
+        if chunk.start < prompt_len and first < prompt_len and (chunk.draws or first < chunk.end):
             groups.setdefault((len(params.logprob_ids), params.top_logprobs), []).append(chunk)
     return [_group(group, top) for (_, top), group in groups.items()]
-
-
-def _is_scored(chunk: Chunk) -> bool:
-    """Whether input logprobs land with this chunk; with the last one also where only the first entry, None, does."""
-    first, prompt_len = chunk.new.first_scored, chunk.new.prompt_len
-    return chunk.start < prompt_len and first < prompt_len and (chunk.draws or first < chunk.end)
 
 
 def _group(chunks: list[Chunk], top: int) -> PromptRows:
@@ -102,8 +97,7 @@ def score_prompts(unembed: Callable[[Tensor], Tensor], hidden_TD: Tensor, wanted
     def scores() -> Scores:
         logprob_PZ = np.concatenate([part.numpy() for part, _ in found] or [np.zeros((0, width + top), np.float32)])
         top_id_PX = np.concatenate([part.numpy() for _, part in found] or [np.zeros((0, top), np.int32)])
-        rows = len(wanted.index_P)
-        return Scores(logprob_PZ[:rows, :width], logprob_PZ[:rows, width:], top_id_PX[:rows])
+        return scores_of(logprob_PZ, top_id_PX, len(wanted.index_P))
 
     return scores
 
