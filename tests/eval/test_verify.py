@@ -61,12 +61,20 @@ def test_identical(make: Run, capsys: Any) -> None:
     assert {p.name: p.read_bytes() for p in Path("a").iterdir() if p.name != "verify.json"} == before
 
 
-def test_examples_are_found_from_another_directory(make: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_are_found_from_another_directory(make: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     write_rows(Path("shown.jsonl"), 2)
     make("a", "task.examples=shown.jsonl", "task.shots=1", "task.prompt='{prompt}'")
     Path("away").mkdir()
     monkeypatch.chdir("away")
     assert run.main(["verify", "../a", FAKE]) == 0
+    shutil.copy("../shown.jsonl", "moved.jsonl")
+    Path("../shown.jsonl").write_text('{"id": "r", "prompt": "other", "answer": "other"}\n')
+    for command in ("verify", "rerun"):  # what is shown is part of what was asked
+        assert run.main([command, "../a"]) == 2 and ": \"" in (said := capsys.readouterr().err), command
+    assert "examples_sha256" in said
+    assert run.main(["verify", "../a", FAKE, "task.examples=moved.jsonl"]) == 0
+    Path("../shown.jsonl").unlink()
+    assert run.main(["verify", "../a"]) == 2 and "task.examples=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("penalty", [1.3, 1.0])
@@ -247,7 +255,7 @@ def test_what_the_run_depended_on_is_compared_first(
     monkeypatch.setattr(engines_file, "open_engine", lambda config: opened.append(config) or FakeEngine(config))
     assert run.main(["verify", "a", "verify.layouts=permuted"]) == 2 and not opened
     said = capsys.readouterr().err
-    assert "is not the checkpoint of" in said and "model.safetensors: " in said
+    assert f"model.path={model} is not that of" in said and "model.safetensors: " in said
     assert run.main(["verify", "a", "verify.layouts=permuted", f"model.path={tmp_path / 'moved'}"]) == 0
     assert opened[0].model.path == str(tmp_path / "moved")
     capsys.readouterr()

@@ -36,8 +36,9 @@ longer those of the run, it is refused with their names; other versions, code or
 Exit codes:  0 the same bytes   1 other bytes, or the run could not go on   2 usage, input, or refused
 130 interrupted   143 terminated
 """
-DECISIVE = ("input", "model", "task")  # parts of the identity without which it is another experiment
-EXCUSED = {"task": ("input", "task"), "model": ("model",)}  # by a change that is asked for in this section
+# Parts of the identity without which it is another experiment; those excused by a change asked for in a section.
+DECISIVE = ("input", "examples_sha256", "model", "adapters", "task")
+EXCUSED = {"task": ("input", "examples_sha256", "task"), "model": ("model",), "lora": ("adapters",)}
 
 
 def work(argv: Sequence[str]) -> int:
@@ -105,7 +106,7 @@ def _changes(point: Point, base: Path, old: dict[str, Any], folder: Path, allowe
     asked = {line.partition(".")[0] for line in manifest.differences(old["config"], now["config"], "config")}
     excused = {part for section, parts in EXCUSED.items() if section in asked for part in parts}
     parts = [name for name in DECISIVE if name not in excused]
-    decisive = [line for name in parts for line in manifest.differences(old.get(name), now[name], name)]
+    decisive = [line for name in parts for line in manifest.differences(old.get(name), now.get(name), name)]
     if decisive and not allowed:
         raise ResumeMismatchError(
             f"{folder} depends on what is no longer so (recorded → now):\n{manifest.listed(decisive)}\n"

@@ -16,6 +16,7 @@ from fengine.eval.cli import command
 from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.engines import EngineCache, model_directory
 from fengine.eval.cli.recompose import restore
+from fengine.eval.cli.schema import flat
 from fengine.eval.cli.view import clean, clock, count, place, say
 from fengine.eval.commands import layouts
 from fengine.eval.commands.layouts import LAYOUTS, Found, Layout, LayoutVerdict
@@ -41,8 +42,9 @@ is touched; of a sweep, every run is verified. Layouts:
 
   verify.fraction=F   a part of the rows, drawn by verify.seed
   verify.layouts=L    only these layouts
-  model.path=DIR      where the run's checkpoint is now (its files are compared by SHA-256); model.tokenizer_path
-                      and model.device likewise; parallel.tp_size=1: in one process what ran in several
+  model.path=DIR      where the run's checkpoint is now (its files are compared by SHA-256); model.tokenizer_path,
+                      lora.paths, speculation.draft, task.data (whose images), task.examples and model.device likewise;
+                      parallel.tp_size=1: in one process what ran in several
   out=FILE            another place for verify.json
 
 Re-scoring reads prompt and answer as one prompt, whose logprobs are at temperature 1: answers drawn at temperature 0 or
@@ -58,7 +60,8 @@ OPTIONS = {
     "out": Path,
 }
 # Where things are, and in how many processes; not what they are.
-CHANGES = ("model.path", "model.tokenizer_path", "model.device", "parallel.tp_size", "parallel.dp_size")
+CHANGES = ("model.path", "model.tokenizer_path", "lora.paths", "speculation.draft", "task.data", "task.examples",
+           "model.device", "parallel.tp_size", "parallel.dp_size")  # fmt: skip
 LEGITIMATE = "not the run's, so that bits may differ legitimately"
 
 
@@ -95,6 +98,8 @@ class Verification:
         self.names = [name for name in LAYOUTS if name in options.get("verify.layouts", LAYOUTS)]
         self.fraction, self.seed = options.get("verify.fraction", 1.0), options.get("verify.seed", 0)
         self.numbers = drawn(len(records), self.fraction, self.seed)
+        own = any(word.startswith("task.") for word in words.overrides)
+        self.base = Path.cwd() if own else base_of(records.manifest.get("origin") or {}, ())
         self.in_force: dict[str, Any] = records.manifest.get("in_force") or {}
         self.notes = [*records.notes, *self._other_code()]
         self.verdicts: list[LayoutVerdict] = []
@@ -174,11 +179,7 @@ class Verification:
 
     def _compute(self, one: Layout, engine: Any, case: Case) -> tuple[Found, dict[str, int]]:
         """What the last pass of a layout found, and what its engine counted."""
-        task = open_task(
-            self.config.task,
-            base_of(self.records.manifest.get("origin") or {}, ()),
-            render_of(engine, self.config.chat),
-        )
+        task = open_task(self.config.task, self.base, render_of(engine, self.config.chat))
         before, found = engine.stats(), Found()
         for number in range(one.passes):
             order = self.numbers * one.copies
@@ -196,26 +197,33 @@ class Verification:
         old, notes = self.records.identity, []
         known, new = old.get("model") or {}, provenance.model_digests(self.config.engine.model)
         for part in ("files", "tokenizer_files"):
-            if part in known and part in new:
-                self._refuse_other_files(known[part], new[part])
+            self._refuse("model.path", manifest.differences(known.get(part), new.get(part), part), part in known)
+        lines = manifest.differences(
+            old.get("adapters"), provenance.adapter_digests(self.config.engine.lora), "adapters"
+        )
+        self._refuse("lora.paths", [line for line in lines if ".path: " not in line], "adapters" in old)
+        if self.config.task.shots:
+            shown = provenance.canonical(getattr(open_task(self.config.task, self.base), "shown", ""))
+            self._refuse("task.examples", manifest.differences(old.get("examples_sha256"), shown, "SHA-256"))
         for name, value in (("versions", manifest.versions()), ("code_sha256", manifest.code_digest())):
             notes += [f"{line}: {LEGITIMATE}" for line in manifest.differences(old.get(name), value, name)]
         if self.config.engine.numerics.value != "exact":
             notes.append(f"numerics={self.config.engine.numerics.value} makes no promise: bits may differ legitimately")
         return notes
 
-    def _refuse_other_files(self, old: dict[str, Any], new: dict[str, Any]) -> None:
-        if lines := manifest.differences(old, new):
+    def _refuse(self, key: str, lines: list[str], known: bool = True) -> None:
+        if lines and known:
             raise ResumeMismatchError(
-                f"{self.config.engine.model.path} is not the checkpoint of {self.records.folder} (recorded → now):\n"
-                f"{manifest.listed(lines)}\nput it back, or name the place where it is now with model.path=DIR"
+                f"{key}={flat(self.config)[key]} is not that of {self.records.folder} (recorded → now):\n"
+                f"{manifest.listed(lines)}\nput it back, or name the place where it is now with {key}=…"
             )
 
     def _meet(self, engine: Any) -> Case:
         """The first engine: which machine it runs on, how long its inputs may be. Errors: ResumeMismatchError."""
         files = self.in_force.get("model_files")
         if files is not None:
-            self._refuse_other_files(files, provenance.file_digests(model_directory(self.config.engine.model)))
+            found = provenance.file_digests(model_directory(self.config.engine.model))
+            self._refuse("model.path", manifest.differences(files, found))
         here = manifest.in_force(engine)
         lines = manifest.differences(self.in_force.get("hardware"), here["hardware"], "hardware")
         for line in lines if self.in_force else ():

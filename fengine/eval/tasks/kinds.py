@@ -120,7 +120,11 @@ class _Task:
         if not config.shots:
             return ""
         of_file: dict[str, Any] = {"prompts": None, "format": Format.auto, "id": None}
-        for row in read_rows(replace(config, data=config.examples, limit=config.shots, **of_file), self.base):
+        try:
+            rows = read_rows(replace(config, data=config.examples, limit=config.shots, **of_file), self.base)
+        except InputFileError as error:
+            raise InputFileError(str(error).replace("task.data", "task.examples", 1)) from error
+        for row in rows:
             if isinstance(row, BadRow):
                 raise InputFileError(f"task.examples: {row.message}")
             if config.images is not None and row.data.get(config.images) is not None:
