@@ -70,7 +70,7 @@ def test_examples_are_found_from_another_directory(make: Run, monkeypatch: pytes
     shutil.copy("../shown.jsonl", "moved.jsonl")
     Path("../shown.jsonl").write_text('{"id": "r", "prompt": "other", "answer": "other"}\n')
     for command in ("verify", "rerun"):  # what is shown is part of what was asked
-        assert run.main([command, "../a"]) == 2 and ": \"" in (said := capsys.readouterr().err), command
+        assert run.main([command, "../a"]) == 2 and ': "' in (said := capsys.readouterr().err), command
     assert "examples_sha256" in said
     assert run.main(["verify", "../a", FAKE, "task.examples=moved.jsonl"]) == 0
     Path("../shown.jsonl").unlink()
