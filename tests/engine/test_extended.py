@@ -186,7 +186,7 @@ def test_penalties_and_biases(parts: Parts, model: Any, name: str) -> None:
 
 
 def test_what_is_banned_stays_so_however_hot_it_is(parts: Parts) -> None:
-    banned = frozenset(range(0, VOCAB, 2))
+    banned = frozenset(range(VOCAB)) - {5, 7}
     (request,) = run(
         parts, [Ask(prompt(6), Params(min_new_tokens=12), 12, stop_ids=banned, params={"temperature": 3e38})]
     )
