@@ -154,6 +154,7 @@ def serve(link: Link, start: dict[str, Any]) -> None:
         facts = {
             "pool_tokens": parts.pool_tokens, "compile_seconds": parts.compile_seconds, "phases": dict(parts.phases),
             "kv_bytes": parts.kv_bytes, "kv_dtype": str(parts.kv_dtype).removeprefix("torch."),
+            "stats": parts.core.stats(),
             "weights": [(name, list(place.shape), str(place.leaf.dtype)) for name, place in places],
         }  # fmt: skip
         link.say(ready=facts, read=read_by(parts))

@@ -29,7 +29,8 @@ from fengine.engine.memory import DeviceMemory, Memory
 from fengine.engine.parallel.child import NOTHING, Link
 from fengine.engine.parallel.follower import Follower
 from fengine.engine.parallel.ranks import Ranks, told_of
-from fengine.engine.parallel.replicas import open_replicas
+from fengine.engine.parallel.remote import parts_of
+from fengine.engine.parallel.replicas import Replicas
 from fengine.engine.parts import Parts, compile_count
 from fengine.engine.profiling import Profile
 from fengine.engine.weights.live import LiveWeights
@@ -72,7 +73,9 @@ def build(config: EngineConfig, features: Features) -> Parts:
     refuse_default_device()
     use_private_caches()
     if config.parallel.dp_size > 1:
-        return open_replicas(config, load(config, features.tokenizer, weights=False), features, started)
+        loaded = load(config, features.tokenizer, weights=False)
+        core = Replicas(config, 1 << 16, {"tokenizer": loaded.tokenizer and loaded.tokenizer.sha256})
+        return parts_of(core, config, loaded, features, started)
     with current_device(device_of(config)), ranks_of(config) as ranks:
         loaded = load(config, features.tokenizer, None if ranks is None else ranks.group)
         return assemble(config, loaded, features, ranks, started=started)

@@ -16,7 +16,7 @@ from fengine.engine.request_state import RequestState
 from fengine.errors import EngineDeadError, FengineError
 
 KINDS = get_type_hints(Request) | get_type_hints(RequestState)
-GROWING = ("logprobs", "output_top", "output_ids", "token_ids")  # told are the entries behind those before
+GROWING = ("logprobs", "output_top", "output_ids", "token_ids")  # told are entries, and from which one on
 WHOLE = ("started", "first_token", "versions", "num_cached", "num_preempted", "unasked", "drafting")
 OF_PROMPT = ("input_logprobs", "input_top", "input_ids")  # complete with the first token
 FAULTS = ("error", "fault")
@@ -71,7 +71,8 @@ def progress(state: RequestState, sent: dict[str, Any]) -> dict[str, Any]:
     counts = {"logprobs": tokens, "output_top": len(state.output_top), "output_ids": len(state.output_ids)}
     told: dict[str, Any] = {}
     for name, count in counts.items():
-        told[name] = to_plain(getattr(_owner(state, name), name)[sent.get(name, 0) : count], NOTHING)
+        start = sent.get(name, 0)
+        told[name] = [start, to_plain(getattr(_owner(state, name), name)[start:count], NOTHING)]
     now: dict[str, Any] = {name: getattr(_owner(state, name), name) for name in WHOLE}
     now["drafting"] = request.drafting and replace(request.drafting, memo=None)
     if tokens or done:
@@ -81,18 +82,26 @@ def progress(state: RequestState, sent: dict[str, Any]) -> dict[str, Any]:
     now["fault"] = kind_and_text(state.fault)
     values = to_plain(now, NOTHING)
     told |= {name: value for name, value in values.items() if name not in sent or sent[name] != value}
-    first = request.prompt_len
-    told["token_ids"] = request.token_ids[first + sent.get("token_ids", 0) : first + tokens]  # others look at these
+    start, end = request.prompt_len + sent.get("token_ids", 0), request.prompt_len + tokens
+    told["token_ids"] = [start, request.token_ids[start:end]]  # others look at these
     if done:
         told |= {"finish": to_plain(request.finish, NOTHING), "error": kind_and_text(state.error)}
     sent.update(values, token_ids=tokens, **counts)
     return told
 
 
-def take(state: RequestState, told: dict[str, Any]) -> None:
-    """Modifies: the state and its request."""
+def take(state: RequestState, told: dict[str, Any]) -> bool:
+    """False, and no more is taken: of a request that is computed again, what was told before is not the same. Modifies:
+    the state and its request."""
     for name, plain in told.items():
         owner, value = _owner(state, name), plain
+        if name in GROWING:
+            start, more = plain[0], from_plain(KINDS[name], plain[1], NOTHING)
+            values, end = getattr(owner, name), start + len(more)
+            if values[start:end] != more[: len(values[start:end])]:
+                return False
+            values[start:end] = more
+            continue
         if name in FAULTS:
             value = None if plain is None else error_of(plain)
         elif name == "hidden":
@@ -101,7 +110,21 @@ def take(state: RequestState, told: dict[str, Any]) -> None:
             value = None if plain is None else decoded(plain)
         else:
             value = from_plain(KINDS[name], plain, NOTHING)
-        if name in GROWING:
-            getattr(owner, name).extend(value)
-        elif name != "error" or (value is not None and not state.done):
+        if name != "error" or (value is not None and not state.done):
             setattr(owner, name, value)
+    return True
+
+
+def forget(state: RequestState) -> None:
+    """It is computed again, and nobody has seen anything of it. Modifies: the state and its request."""
+    for name in GROWING:
+        del getattr(_owner(state, name), name)[state.request.prompt_len if name == "token_ids" else 0 :]
+
+
+def told_of(state: RequestState) -> list[Any]:
+    """As a process hears of it that computes it from its beginning. Pure."""
+    request = replace(
+        state.request, token_ids=state.request.token_ids[: state.request.prompt_len], logprobs=[], versions=(),
+        num_cached=0, num_preempted=0, unasked=None, drafting=None,
+    )  # fmt: skip
+    return [to_plain(with_images(request, encoded), NOTHING), state.live]

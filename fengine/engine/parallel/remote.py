@@ -2,16 +2,24 @@
 
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import torch
+
+from fengine.config import EngineConfig
+from fengine.engine.load import Loaded
+from fengine.engine.parallel.routing import BLOCK
+from fengine.engine.parts import Parts
 from fengine.engine.weights.incoming import tensors_of, unfit
 from fengine.engine.weights.save import checked
 from fengine.engine.weights.updates import UpdateResult
+from fengine.engine.workers import Features
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.worker.safetensors_file import leave_tensors
 
@@ -122,3 +130,21 @@ class RemoteUpdates(Remote):
         """By one replica: all have the same."""
         folder, most = checked(path, pattern, max_size)
         self._core.ask_one(self._part, "save", str(model_dir), overrides, os.path.abspath(folder), pattern, most)
+
+
+def parts_of(core: Any, config: EngineConfig, loaded: Loaded, features: Features, started: float) -> Parts:
+    """An engine of replicas, behind their `core`. `loaded`: their model without weights."""
+    facts, share = [each.facts or {} for each in core.replicas], partial(core.ask, "adapters")
+    for each in core.replicas:
+        each.blocks = facts[0]["pool_tokens"] // BLOCK + 1
+    return Parts(
+        config=config, spec=loaded.spec, tokenizer=loaded.tokenizer, context_length=loaded.context_length,
+        pool_tokens=min(each["pool_tokens"] for each in facts), eos_ids=loaded.eos_ids, core=cast(Any, core),
+        model_dir=loaded.model_dir, start_seconds=time.perf_counter() - started,
+        compile_seconds=max(each["compile_seconds"] for each in facts), compiles_at_start=0,
+        kv_dtype=getattr(torch, facts[0]["kv_dtype"]), kv_bytes=facts[0]["kv_bytes"], pooling=loaded.pooling,
+        ranks=core, phases={**loaded.seconds, **facts[0]["phases"]},
+        adapters=features.shared(config.lora, share, core.folder.name) if config.lora.on else None,
+        images=features.images(config, loaded.model_dir, loaded.spec, loaded.tokenizer),
+        **{part: cast(Any, (RemoteUpdates if part == "updates" else Remote)(core, part)) for part in METHODS},
+    )  # fmt: skip

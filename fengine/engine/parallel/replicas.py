@@ -4,34 +4,26 @@
     a replica        ids -> scheduler -> steps -> tokens, logprobs        (`api/replica.py`: an engine of one)
 
 A request's seed is resolved before it is routed (`routing.py`), so where it goes changes no bit. A replica that dies
-fails its requests by name; the others go on."""
+fails its requests by name; the others go on. With `dp_restart` they are computed again, by whoever takes requests."""
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, cast
 
-import torch
-
 from fengine.config import EngineConfig
 from fengine.core.owned import Folder
-from fengine.core.plain import to_plain
 from fengine.engine.inbox import Inbox
-from fengine.engine.load import Loaded
 from fengine.engine.output_processor import OutputProcessor
-from fengine.engine.parallel.child import NOTHING
 from fengine.engine.parallel.kept import CHANGES, Kept
-from fengine.engine.parallel.progress import encoded, error_of, take, with_images
-from fengine.engine.parallel.remote import METHODS, Remote, RemoteUpdates, joined, not_built, plain_command
-from fengine.engine.parallel.routing import AWAY, BLOCK, STARTS, Replica, chosen, prefix_keys
-from fengine.engine.parts import Parts
+from fengine.engine.parallel.progress import error_of, told_of
+from fengine.engine.parallel.remote import joined, not_built, plain_command
+from fengine.engine.parallel.routing import AWAY, STARTS, Replica, Routes
 from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL
-from fengine.engine.workers import Features
 from fengine.errors import EngineClosedError, EngineDeadError, ModelLoadError
 
 logger = logging.getLogger("fengine")
@@ -49,6 +41,7 @@ class Replicas:
         self.requests = OutputProcessor(cast(Any, self), self.abort)
         self.folder = Folder("fengine-replicas-")
         self.replicas = [Replica(rank, blocks) for rank in range(self.size)]
+        self._routes = Routes(self.replicas, self.requests, config.cache.prefix_cache)
         self._kept = Kept(self.replicas, [name for name, _ in config.lora.named()], own)
         self._text = threading.Thread(target=self.requests.run, name="fengine-text", daemon=True)
         self._text.start()
@@ -74,14 +67,14 @@ class Replicas:
         with self._lock:
             replica.read = told.get("read", replica.read)
             if "progress" in told:
-                self._progress(replica, told["progress"])
+                self._routes.progress(replica, told["progress"])
             if "answer" in told and (answer := replica.calls.pop(told["answer"], None)):
                 if told.get("failed"):
                     answer.set_exception(error_of(told["failed"]))
                 else:
                     answer.set_result(told["value"])
                 if answer in replica.catching_up:
-                    self._kept.compare()
+                    self._compare()
             replica.error = told.get("error", replica.error)
             if "failed_start" in told:
                 error, replica.failures = error_of(told["failed_start"]), STARTS
@@ -90,42 +83,32 @@ class Replicas:
                     self.inbox.close(cast(Any, error))
             if "ready" in told:
                 replica.facts, replica.strange = told["ready"], AWAY
+                replica.told = told["ready"].get("stats", replica.told)
                 replica.catching_up = self._ask(replica, *self._kept.commands)
-                self._kept.compare()
+                self._compare()
             self._lock.notify_all()
 
-    def _progress(self, replica: Replica, told: list[tuple[str, dict[str, Any]]]) -> None:
-        finished = []
-        for rid, news in told:
-            state = replica.open.get(rid)
-            if state is None:
-                continue
-            take(state, news)
-            if state.request.finish is None and state.error is None:
-                continue
-            del replica.open[rid]
-            replica.finished += 1
-            replica.learn(prefix_keys(state.request))
-            if state.error is None:
-                finished.append(state.request)
-            elif self.requests.states.get(rid) is state:
-                self.requests.steps.put(([], [self.requests.forget(state.request)]))
-        self.requests.landed(finished)
+    def _compare(self) -> None:
+        """One that was started again may take requests."""
+        self._kept.compare()
+        self._routes.send_waiting()
+        self._lock.notify_all()
 
     def _died(self, replica: Replica, how: str) -> None:
         """Its requests and calls end; with `dp_restart` it comes back."""
         with self._lock:
             how, replica.error = f"failed: {replica.error}" if replica.error else how, None
-            error = EngineDeadError(f"replica {replica.rank} of {self.size} {how}; its requests have ended")
+            told = f"replica {replica.rank} of {self.size} {how}"
+            error = EngineDeadError(f"{told}; its requests have ended")
             begun = self._began or replica.facts is not None
-            for state in replica.end(error):
-                self.requests.steps.put(([], [self.requests.forget(state.request)]))
+            lost = replica.end(error)
             again = begun and self.config.parallel.dp_restart and replica.failures < STARTS and self.inbox.end is None
             if self._began:
-                logger.warning("%s; it is%s started again", error, "" if again else " not")
+                logger.warning("%s; it is%s started again", told, "" if again else " not")
             replica.over = not again
             if not again and not (self._began and any(not each.over for each in self.replicas)):
                 self.inbox.close(EngineDeadError(f"{error}; no replica is left, create a new engine"))
+            self._routes.lose(lost, error, self.config.parallel.dp_restart and self.inbox.end is None)
             self._lock.notify_all()
         if again:
             try:
@@ -136,52 +119,36 @@ class Replicas:
     def submit(self, states: Sequence[RequestState]) -> None:
         """As `EngineCore.submit`. Errors: UnsupportedFeatureError too, for what cannot go to another process."""
         self.check_process()
-        plain = [[to_plain(with_images(state.request, encoded), NOTHING), state.live] for state in states]
-        sent: dict[int, list[Any]] = {}
+        given = [(state, told_of(state)) for state in states]
         with self._lock:
             self.inbox.check()
-            able = {rank: self._able(rank) for rank in {state.request.dp_rank for state in states}}
+            for pinned in {state.request.dp_rank for state in states}:
+                self._routes.able(pinned)
             self.requests.enter(states)
-            for state, told in zip(states, plain, strict=True):
-                keys = prefix_keys(state.request) if self.config.cache.prefix_cache else []
-                replica = chosen(able[state.request.dp_rank], keys)
-                replica.learn(keys)
-                replica.open[state.request.rid] = state
-                if state.live:
-                    self.requests.live[state.request.rid] = state
-                sent.setdefault(replica.rank, []).append(told)
-            for rank, requests in sent.items():
-                self.replicas[rank].send({"add": requests})
-
-    def _able(self, pinned: int | None) -> list[Replica]:
-        """Those that can take a request. Errors: EngineDeadError if there are none."""
-        found = [each for each in self.replicas if pinned in (None, each.rank)]
-        able = [each for each in found if each.fault is None]
-        if not able:
-            which = f"replica {pinned}" if pinned is not None else "every replica"
-            raise EngineDeadError(f"{which} of {self.size} {found[0].fault}")
-        return able
+            self.requests.live.update((state.request.rid, state) for state in states if state.live)
+            self._routes.send(given)
 
     def abort(self, states: Sequence[RequestState]) -> None:
         """As `EngineCore.abort`."""
-        if not self.inbox.here:
-            return
-        with self._lock:
-            for each in self.replicas:
-                if rids := [s.request.rid for s in states if each.open.get(s.request.rid) is s]:
-                    each.send({"abort": rids})
+        if self.inbox.here:
+            with self._lock:
+                self._routes.end({state.request.rid: state for state in states})
 
     def abort_rids(self, rids: set[str] | None) -> None:
         """As `EngineCore.abort_rids`."""
         with self._lock:
             self.inbox.check()
-            for each in self.replicas:
-                each.send({"abort": None if rids is None else sorted(rids & each.open.keys())})
+            known = self.requests.states
+            self._routes.end(dict(known) if rids is None else {rid: known[rid] for rid in rids & known.keys()})
 
     def call(self, name: str, attached: Any = None, **arguments: Any) -> Any:
         """Asks every replica; answers are joined. Errors: what the first raises that does; UnsupportedFeatureError."""
         if attached is not None:
             raise not_built(f"core.{name}", self.size)
+        if name == "get_stats":
+            return self.stats()
+        if arguments.get("mode") == "abort":  # of a pause
+            self.abort_rids(set(self._routes.waiting))
         if name == "flush_cache":
             with self._lock:  # others learn
                 for each in self.replicas:
@@ -195,8 +162,7 @@ class Replicas:
         with ExitStack() as held:
             held.enter_context(self._changes if part in CHANGES else nullcontext())
             with self._lock:
-                if name != "get_stats":  # behind what is told to one that was started again
-                    self._lock.wait_for(lambda: all(a.done() for each in self.replicas for a in each.catching_up))
+                self._lock.wait_for(self._all_caught_up)
                 self.inbox.check()
                 trial = self._kept.begin(command)
                 asked = [(each, self._ask(each, command)[0]) for each in self.replicas if each.facts]
@@ -206,6 +172,7 @@ class Replicas:
                 wait([answer for _, answer in asked])
                 with self._lock:
                     self._kept.end(trial, command, asked)
+                    self._compare()
 
             try:
                 wait([answer for _, answer in asked])
@@ -214,13 +181,19 @@ class Replicas:
                 raise
         return joined([answer.result() for _, answer in asked])
 
+    def _all_caught_up(self) -> bool:
+        """Nobody is told what holds any more, but if all have ended: what is asked comes behind that."""
+        there = any(each.facts for each in self.replicas) and all(each.caught_up for each in self.replicas)
+        return there or self.inbox.end is not None
+
     def ask_one(self, part: str, name: str, *given: Any) -> Any:
         """As `ask`, of one that takes requests, while none changes. Errors: also EngineDeadError if there is none."""
         self.check_process()
         with self._changes:
             with self._lock:
+                self._lock.wait_for(lambda: self.inbox.end or self._routes.able(None))
                 self.inbox.check()
-                answer = self._ask(self._able(None)[0], plain_command([part, name, given, {}]))[0]
+                answer = self._ask(self._routes.able(None)[0], plain_command([part, name, given, {}]))[0]
             return answer.result()
 
     def _ask(self, replica: Replica, *commands: list[Any]) -> list[Future[Any]]:
@@ -232,16 +205,23 @@ class Replicas:
         return answers
 
     def stats(self) -> dict[str, Any]:
-        """As `EngineCore.stats`, of all together."""
-        return self.call("get_stats")
+        """As `EngineCore.stats`, of all together; also of processes that have ended."""
+        self.each_stats()
+        with self._lock:
+            return joined([each.stats for each in self.replicas if each.told])
 
     def each_stats(self) -> dict[int, dict[str, Any]]:
-        """As `EngineCore.each_stats`."""
+        """As `EngineCore.each_stats`, of those that are there."""
         self.check_process()
         with self._lock:
             self.inbox.check()
-            asked = {e.rank: self._ask(e, ["core", "get_stats", (), {}])[0] for e in self.replicas if e.facts}
-        return {rank: answer.result() for rank, answer in asked.items()}
+            asked = {each: self._ask(each, ["core", "get_stats", (), {}])[0] for each in self.replicas if each.facts}
+            for each, answer in asked.items():
+                answer.add_done_callback(each.hear_stats)
+        wait(asked.values())
+        with self._lock:
+            self.inbox.check()
+            return {each.rank: each.stats for each, answer in asked.items() if answer.exception() is None}
 
     def check_process(self) -> None:
         """Errors: EngineClosedError in a forked child."""
@@ -277,22 +257,3 @@ class Replicas:
             for each in self.replicas:
                 each.end(error)
             self._lock.notify_all()
-
-
-def open_replicas(config: EngineConfig, loaded: Loaded, features: Features, started: float) -> Parts:
-    """An engine of replicas. `loaded`: their model without weights. Errors: as `build`."""
-    core = Replicas(config, 1 << 16, {"tokenizer": loaded.tokenizer and loaded.tokenizer.sha256})
-    facts, share = [each.facts or {} for each in core.replicas], partial(core.ask, "adapters")
-    for each in core.replicas:
-        each.blocks = facts[0]["pool_tokens"] // BLOCK + 1
-    return Parts(
-        config=config, spec=loaded.spec, tokenizer=loaded.tokenizer, context_length=loaded.context_length,
-        pool_tokens=min(each["pool_tokens"] for each in facts), eos_ids=loaded.eos_ids, core=cast(Any, core),
-        model_dir=loaded.model_dir, start_seconds=time.perf_counter() - started,
-        compile_seconds=max(each["compile_seconds"] for each in facts), compiles_at_start=0,
-        kv_dtype=getattr(torch, facts[0]["kv_dtype"]), kv_bytes=facts[0]["kv_bytes"], pooling=loaded.pooling,
-        ranks=core, phases={**loaded.seconds, **facts[0]["phases"]},
-        adapters=features.shared(config.lora, share, core.folder.name) if config.lora.on else None,
-        images=features.images(config, loaded.model_dir, loaded.spec, loaded.tokenizer),
-        **{part: cast(Any, (RemoteUpdates if part == "updates" else Remote)(core, part)) for part in METHODS},
-    )  # fmt: skip
