@@ -167,7 +167,7 @@ def test_hints_are_accepted_and_logged_in_one_line(caplog: pytest.LogCaptureFixt
 def test_unknown_and_missing_settings_are_told_with_the_nearest_name() -> None:
     with pytest.raises(UnknownParameterError, match="Did you mean 'page_size'"):
         Engine(model_path="box", pagesize=4)  # type: ignore[call-arg]
-    for name, said in (("temprature", r"The nearest is a sampling parameter of a call: generate\(prompt, {'temperature'"),
+    for name, said in (("temprature", r"nearest is a sampling parameter of a call: generate\(prompt, {'temperature'"),
                        ("tensor_parallel_size", "It is 'tp_size' here"), ("max_model_len", "'context_length'"),
                        ("max_tokens", "It is a sampling .*{'max_new_tokens'"), ("tp", "It is 'tp_size' here"),
                        ("model_name", "It is 'model_path' here")):  # fmt: skip
