@@ -1,12 +1,10 @@
 """`/v1/chat/completions`: a chat to token ids, outputs to choices with content, reasoning and tool calls."""
 
 import json
-import re
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal
 
 from fengine.api.chat_images import without_images
@@ -85,6 +83,7 @@ class ChatWriter(ChoiceWriter):
         self.form = facts.form  # of the calls that the template writes
         self.called = [0] * len(self._drawn)  # calls of a choice so far
         self.held = [""] * len(self._drawn)  # a thought that is told when it has ended
+        self.places: list[int] = []  # of the last calls, in the content that was told with them
         last = chat.messages[-1]
         echoes = given["echo"] and last.get("role") == "assistant" and isinstance(last.get("content"), str)
         self.echo = last["content"] if echoes else ""
@@ -150,8 +149,9 @@ class ChatWriter(ChoiceWriter):
         tells = self.chat.stream_reasoning or found.content or found.calls or last
         thought, self.held[index] = (thought, "") if tells else ("", thought)
         named = {"reasoning_content": thought, "reasoning": thought, "content": found.content}  # vLLM has both
-        if not self.chat.separate_reasoning:
-            named = {"content": thought + found.content}
+        before = "" if self.chat.separate_reasoning else thought
+        named = named if self.chat.separate_reasoning else {"content": thought + found.content}
+        self.places = [len(before) + call.at for call in found.calls if not call.problem]
         told = {k: v for k, v in named.items() if v}
         return told | self._calls(index, found.calls, streamed) if found.calls else told
 
@@ -223,7 +223,6 @@ class BlockWriter(Writer):
         self.chat, self.found = chat, list[Block]()
         self._open = False  # the last one
         self._early = list[dict[str, Any]]()  # logprobs from before there is any text
-        self._tail = ""  # of the text so far, which may begin the end of a call
 
     @abstractmethod
     def answer(self, output: Output) -> dict[str, Any]:
@@ -249,35 +248,31 @@ class BlockWriter(Writer):
         return self.ending(outputs[0]) if outputs[0] else b""
 
     def _steps(self, output: Output) -> Iterator[Step]:
-        """What a piece adds, or a whole output: what follows a call behind it, however much comes at once."""
-        end, text, before = self.chat.form.end if self.chat.form else "", output["text"], len(self._tail)
-        cuts = [found.end() - before for found in re.finditer(re.escape(end), self._tail + text)] if end else []
-        self._tail = (self._tail + text)[1 - len(end) :] if end else ""
-        for a, b in pairwise([0, *cuts]):
-            early = {"finish_reason": None, "output_token_logprobs": []}
-            yield from self._read({"text": text[a:b], "output_ids": [], "meta_info": early})
-        yield from self._read(output | {"text": text[cuts[-1] :] if cuts else text})
-
-    def _read(self, output: Output) -> Iterator[Step]:
+        """What a piece adds, or a whole output: calls where they stand in the text, however much comes at once."""
         parts = self.chat.parts(0, output, streamed=True)
         logprobs = self._early + ([] if self.chat.given["logprobs"] is None else self.chat.logprobs(output))
         texts = [block for block in self.found if block.kind == "text"]
         self._early = [] if texts or "content" in parts else logprobs
         if texts and "content" not in parts:
             texts[-1].logprobs += logprobs
-        kinds: tuple[tuple[Kind, str], ...] = (("reasoning", "reasoning_content"), ("text", "content"))
-        for kind, name in kinds:
-            if parts.get(name):
-                yield from self._add(Block(kind, len(self.found)), parts[name], logprobs if kind == "text" else [])
-        for call in parts.get("tool_calls", ()):
-            function = call["function"]
+        if thought := parts.get("reasoning_content"):
+            yield from self._add(Block("reasoning", len(self.found)), thought)
+        content, done = parts.get("content", ""), 0
+        for call, at in zip(parts.get("tool_calls", ()), self.chat.places, strict=False):
+            yield from self._said(content[done:at], logprobs)
+            function, done, logprobs = call["function"], at, [] if at else logprobs
             yield from self._close()
             yield from self._add(Block("call", len(self.found), call["id"], function["name"]), function["arguments"])
             yield from self._close()
+        yield from self._said(content[done:], logprobs)
         if finish_reason(output) is not None:
             if not self.found:
                 yield from self._add(Block("text", 0), "", self._early)
             yield from self._close("completed" if finish_reason(output) == "stop" else "incomplete")
+
+    def _said(self, text: str, logprobs: Iterable[dict[str, Any]]) -> Iterator[Step]:
+        if text:
+            yield from self._add(Block("text", len(self.found)), text, logprobs)
 
     def _add(self, block: Block, text: str, logprobs: Iterable[dict[str, Any]] = ()) -> Iterator[Step]:
         if not self._open or self.found[-1].kind != block.kind:

@@ -101,7 +101,7 @@ def _blocks(form: Format, walk: _Walk, text: str, last: bool) -> Parts:
             return "", content if last and (unread or not calls) else content.rstrip(), calls
         found = _read_block(form, marker + body, end)
         unread = _unread(found)
-        calls += found
+        calls += [replace(call, at=len(content.rstrip())) for call in found]
         content += unread
         at = stop if form.end else stop - len(end)
         if not last:
@@ -170,7 +170,7 @@ def _harmony(walk: _Walk, text: str, last: bool) -> Parts:
             if kind in parts:
                 parts[kind] += body
             elif marker or last:
-                calls.append(call_of({"name": name, "arguments": body}, body))
+                calls.append(replace(call_of({"name": name, "arguments": body}, body), at=len(parts["content"])))
                 parts["content"] += _unread(calls[-1:])
             kind = "header"
         if marker:
@@ -254,7 +254,7 @@ class OutputParser:
         reasoning, content, calls = self._parts(self._text, last)
         a, b, c = self._told
         self._told = len(reasoning), len(content), len(calls)
-        made = tuple(call.typed(self._functions) for call in calls[c:])
+        made = tuple(replace(call.typed(self._functions), at=max(0, call.at - b)) for call in calls[c:])
         found = Delta(reasoning[a:], content[b:], made)
         if content and not reasoning and not calls and not self._channels:
             self._settle(content)

@@ -18,7 +18,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from keyword import kwlist
 from typing import Any
@@ -42,13 +42,14 @@ _NO_KEYWORD = "_no_keyword"
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """`problem` tells what is wrong with a call that cannot be read; it may have no name then. `text`: as written.
-    `untyped`: its arguments are texts, whose types the function's schema tells."""
+    `untyped`: its arguments are texts, whose types the function's schema tells. `at`: how much content is before it."""
 
     name: str
     arguments: dict[str, Any]
     text: str = ""
     problem: str | None = None
     untyped: bool = False
+    at: int = field(default=0, compare=False)
 
     def typed(self, functions: Sequence[dict[str, Any]]) -> "ToolCall":
         """With arguments as the one of these `functions` that it calls takes them. Pure."""

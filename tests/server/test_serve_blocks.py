@@ -196,16 +196,25 @@ def test_logprobs_of_a_response_are_as_many_however_it_comes(engine: Engine) -> 
     assert told == [[("<tool_c", 7)]] * 3
 
 
-def test_what_follows_a_call_is_told_behind_it_however_it_comes(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "blocks"),
+    [
+        ("hermes", 'a <tool_call>{"name": "f"}</tool_call> b <tool_call>{"name": "f"}</tool_call>'
+         "<tool_call>{</tool_call> c", ["a", "{}", "  b", "{}", " <tool_call>{</tool_call> c"]),
+        ("granite", 'a<|tool_call|>[{"name": "f"}]<tool_call>[{"name": "f"}] b', ["a", "{}", "{}", " b"]),
+    ],
+)  # fmt: skip
+def test_what_follows_a_call_is_told_behind_it_however_it_comes(
+    name: str, text: str, blocks: list[str], engine: Engine
+) -> None:
     asked = {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
-    text = 'a <tool_call>{"name": "f"}</tool_call> b <tool_call>{"name": "f"}</tool_call><tool_call>{</tool_call> c'
     for size in (1, 5, 41, 200):
-        facts = TemplateFacts(next(form for form in FORMATS if form.name == "hermes"))
+        facts = TemplateFacts(next(form for form in FORMATS if form.name == name))
         writer = MessageWriter(ChatWriter(read_chat(asked, 1), engine, facts, {}), {}, "box")
         for at in range(0, len(text), size):
             finish = {"type": "stop"} if at + size >= len(text) else None
             writer.piece(0, {"text": text[at : at + size], "output_ids": [], "meta_info": {"finish_reason": finish}})
-        assert [block.text for block in writer.found] == ["a", "{}", "  b", "{}", " <tool_call>{</tool_call> c"]
+        assert [block.text for block in writer.found] == blocks
 
 
 @pytest.mark.parametrize(("kind", "told"), [("call", ("tool_use", None)), ("text", ("stop_sequence", "END"))])
