@@ -95,8 +95,8 @@ def rename(spec: ModelSpec, name: str, head: str) -> str:
 
 
 def _unread(name: str) -> str:
-    """What no model here needs: a pooler that is no head, one that tells masked tokens, a list of positions."""
-    return "" if name.startswith(("pooler.", "cls.", "lm_head.")) or name.endswith("position_ids") else name
+    """What no model here needs: a pooler that is no head, one that tells masked tokens."""
+    return "" if name.startswith(("pooler.", "cls.", "lm_head.")) else name
 
 
 def weights(spec: ModelSpec) -> list[Weight]:

@@ -4,9 +4,8 @@
 
 In the prompt each tile stands behind a token that says which one it is."""
 
-import re
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -100,15 +99,11 @@ PREFIXES = {
 }  # fmt: skip
 
 
-def rename(name: str) -> str:
-    return renamed(PREFIXES, re.sub(r"\.position_ids$", "", name))
-
-
 def _family(architecture: str, model_type: str) -> VisionFamily:
     vision = Vision(encode, pieces, options=(("return_row_col_info", True),))
     return VisionFamily(
-        architecture, model_type, FIELDS, VISION_FIELDS, read, weights, vision, rename, {"llama": TEXT},
-        vision_defaults=SIGLIP,
+        architecture, model_type, FIELDS, VISION_FIELDS, read, weights, vision, partial(renamed, PREFIXES),
+        {"llama": TEXT}, vision_defaults=SIGLIP,
     )  # fmt: skip
 
 

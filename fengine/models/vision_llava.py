@@ -62,7 +62,7 @@ def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
 def rename(name: str) -> str:
     """Of the tower what stands behind the last layer is not read. Pure."""
     name = renamed(tower.PREFIXES, name)
-    return "" if name.startswith("vision.post_layernorm") or name.endswith("position_ids") else name
+    return "" if name.startswith("vision.post_layernorm") else name
 
 
 FAMILY = VisionFamily(

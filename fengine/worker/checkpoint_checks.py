@@ -15,7 +15,7 @@ from fengine.worker.quantized_weights import Part, module_of, parts_of, scheme_o
 from fengine.worker.safetensors_file import DTYPES, TensorEntry, read_shards
 
 BARE_EMBEDDING = "embed_tokens.weight"
-HARMLESS = (".rotary_emb.inv_freq",)  # a table that old checkpoints store; ours is computed
+HARMLESS = ("_emb.inv_freq", ".position_ids")  # tables that old checkpoints store; ours are computed
 
 
 def read_entries(directory: Path, spec: ModelSpec) -> dict[str, TensorEntry]:

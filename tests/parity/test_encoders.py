@@ -125,8 +125,9 @@ def test_types_of_tokens(tmp_path: Path) -> None:
 def test_heads_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = write(tmp_path, name, "ForSequenceClassification", num_labels=3, vocab_size=4096)
     rows, path = prompts((30, 7)), tmp_path / "model.safetensors"
-    if name == "roberta":  # the hub's classifiers hold a pooler, too, which nothing reads
-        save_file(load_file(path) | {"roberta.pooler.dense.weight": torch.ones(48, 48)}, path, {"format": "pt"})
+    if name == "roberta":  # the hub's classifiers hold a pooler, too, which nothing reads, and a table of positions
+        unread = {"pooler.dense.weight": torch.ones(48, 48), "embeddings.position_ids": torch.arange(200)[None]}
+        save_file(load_file(path) | {f"roberta.{key}": x for key, x in unread.items()}, path, {"format": "pt"})
     with pytest.raises(UnsupportedFeatureError, match=f"LoRA of an encoder .{CASES[name][0]}"):
         Engine(model_path=str(tmp_path), device="cpu", enable_lora=True)
     with Engine(model_path=str(tmp_path), device="cpu", enable_torch_compile=False) as llm:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import tiny_vision
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_vision import TOKEN, in_place, picture
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.llava_onevision import modeling_llava_onevision
@@ -21,7 +22,8 @@ from fengine.errors import FengineError, ModelLoadError, UnsupportedArchitecture
 from fengine.models import lookup, vision_onevision
 from fengine.models.spec import VisionSpec
 from fengine.models.vision_idefics import pieces
-from fengine.worker.loader import spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.safetensors_file import read_config
 
 TOLERANCE = 1e-4
 SIZES = [(40, 30), (33, 64), (8, 8), (100, 7), (48, 48)]  # wide, tall, small: windows that are cut off
@@ -295,6 +297,14 @@ def test_configs_of_the_hub_are_read(name: str) -> None:
     assert spec.vision is not None and spec.max_position >= 4096
     assert len(spec.rope_sections) in (0, spec.head_dim // 2)
     assert spec.tie_embeddings == (name in ("gemma-3-4b", "qwen3-vl-4b", "llava-onevision-0.5b"))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "smolvlm"])
+def test_a_table_of_positions_beside_the_weights_is_not_read(family: str, tmp_path: Path) -> None:
+    path = tiny_vision.write(tmp_path, family) / "model.safetensors"
+    name = {"gemma3": "vision_tower.vision_model", "smolvlm": "model.vision_model"}[family] + ".embeddings.position_ids"
+    save_file(load_file(path) | {name: torch.arange(16)[None]}, path, {"format": "pt"})
+    assert load_params(tmp_path, spec_from_config(read_config(tmp_path)))
 
 
 @pytest.mark.parametrize("name", HUB)
