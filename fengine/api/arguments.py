@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from fengine.core.parameter_kinds import OTHER_NAMES
 from fengine.core.sampling_params import PARAMETERS
 from fengine.core.scalars import flag, told
+from fengine.engine.inbox import FORKED
 from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, OutOfMemoryError, UnknownParameterError
 
 # Names of vLLM, OpenAI and transformers -> ours, of an engine and of a call.
@@ -82,7 +83,7 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
     def explained(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         if os.getpid() != engine._pid:
-            raise EngineClosedError("this engine belongs to the parent process; create a new Engine after a fork")
+            raise EngineClosedError(FORKED)
         try:
             given = signature.bind(engine, *args, **kwargs).arguments if flags else {}
             for name in given.keys() & flags:

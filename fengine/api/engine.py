@@ -34,6 +34,7 @@ from fengine.errors import ConfigError, InvalidRequestError, UnsupportedFeatureE
 from fengine.structured_output.backend import Grammars
 from fengine.tokenizer.detokenizer import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
+from fengine.worker.device import refuse_forked
 from fengine.worker.generation_config import read_sampling_defaults
 
 Values = SamplingParamsDict | Mapping[str, Any]
@@ -45,6 +46,7 @@ Ids = Sequence[int]
 @contextmanager
 def _built(config: EngineConfig, **template: str | None) -> Iterator[Parts]:
     """Parts that end where what is inside fails; `template`: of chats, as `with_chat_template`. Errors: as `build`."""
+    refuse_forked()
     make = FEATURES.tokenizer  # before weights are read, so that a template is refused before
     parts = build(config, replace(FEATURES, tokenizer=lambda *a, **k: make(*a, **k).with_chat_template(**template)))
     try:

@@ -27,7 +27,7 @@ from fengine.errors import EngineClosedError, EngineDeadError, FengineError
 
 IN_STEP = ("get_stats", "ping", "read_weights")
 PATIENCE = 0.5  # seconds between two looks whether the loop still lives
-FORKED = "this engine belongs to the parent process; create a new Engine after a fork"
+FORKED = "this engine belongs to the parent process, and a fork has none of its threads: use it there, or spawn"
 
 Reply = queue.SimpleQueue[tuple[Any, BaseException | None]]
 

@@ -1,5 +1,6 @@
 """The device an engine runs on: what is there, what the configuration asks for, and what cannot be had."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -38,6 +39,20 @@ def refuse_default_device() -> None:
             f"torch's default device is {torch.get_default_device()}; make the Engine before torch.set_default_device, "
             "or outside of `with torch.device(...)`: its own device is the parameter device"
         )
+
+
+_started: set[int] = set()  # processes with engines, this one and those that it was forked from
+
+
+def refuse_forked() -> None:
+    """A fork has none of the threads on which torch's and our own kernels run: the first one would wait for them for
+    ever, in silence. Errors: ConfigError in the child of a process that has made an engine."""
+    if _started and os.getpid() not in _started and torch.get_num_threads() > 1:
+        raise ConfigError(
+            "this process was forked from one that has an Engine, and kernels would wait for that one's threads: start "
+            "it by multiprocessing.get_context('spawn'), or both with OMP_NUM_THREADS=1"
+        )
+    _started.add(os.getpid())
 
 
 def refuse_unbuilt_shape(spec: ModelSpec, device: str, dtype: torch.dtype) -> None:

@@ -33,6 +33,7 @@ from fengine.errors import (
     TimedOutError,
     UnsupportedFeatureError,
 )
+from fengine.worker.device import refuse_forked
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
 
@@ -324,7 +325,11 @@ def test_memory_that_ends_in_a_call_is_told_by_name(monkeypatch: pytest.MonkeyPa
 def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with checksum_engine() as engine:
         with monkeypatch.context() as patch:
+            refuse_forked()
             patch.setattr("fengine.api.arguments.os.getpid", lambda: 1)
             for call in (engine.stats, lambda: engine.open_session(1), lambda: engine.abort("x"), engine.get_load):
-                with pytest.raises(EngineClosedError, match="after a fork"):
+                with pytest.raises(EngineClosedError, match="a fork has none of its threads"):
                     call()
+            patch.setattr(torch, "get_num_threads", lambda: 2)
+            with pytest.raises(ConfigError, match="forked from one that has an Engine, .* by .*'spawn'"):
+                Engine(model_path="box")
