@@ -34,7 +34,7 @@ SELF: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draf
 WORK: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalties": {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2, "temperature": 0.8},
-    "greedy penalties": {"frequency_penalty": 1.5, "temperature": 0},
+    "greedy penalties": {"frequency_penalty": 1.5, "temperature": 0, "logit_bias": {"0": 14.0}, "ignore_eos": True},
     "bias": {"logit_bias": {"31": 4.0, "60": -3.0}, "temperature": 0.9},
     "least": {"min_new_tokens": 9, "stop_token_ids": list(range(200, 900)), "temperature": 0.9},
     "schema": {"json_schema": json.dumps(PERSON), "temperature": 0.7},
