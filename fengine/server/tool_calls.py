@@ -230,7 +230,7 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
            _read_invokes, closes="</invoke>"),
     Format("mistral", ("[TOOL_CALLS]",), ("mistral",), "[TOOL_CALLS]", "", _read_named, "{unique:0>9.9}"),
     Format("cohere", ("<|START_ACTION|>",), ("cohere_command4",), "<|START_ACTION|>", "<|END_ACTION|>", read_json),
-    Format("granite", ("<|tool_call|>",), ("granite",), "<|tool_call|>", "",
+    Format("granite", ("<|tool_call|>", "<|start_of_role|>"), ("granite",), "<|tool_call|>", "",
            lambda body: read_json(body.removeprefix("<tool_call>")), bare="<tool_call>"),
     Format("glm", ("<tool_call>", "<arg_key>"), ("glm", "glm45", "glm47"), "<tool_call>", "</tool_call>", _GLM,
            closes="</tool_call>"),
