@@ -232,7 +232,8 @@ def test_bad_modules(tmp_path: Path) -> None:
 
 def write_dense(folder: Path, weight: torch.Tensor, bias: torch.Tensor | None, **config: Any) -> None:
     folder.mkdir(exist_ok=True)
-    sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": bias is not None}
+    (outs, ins), least = weight.shape, {"bias": False} if bias is None else {}
+    sizes = {"in_features": ins, "out_features": outs} | least  # it has one by default
     (folder / "config.json").write_text(json.dumps(sizes | config))
     tensors = {"linear.weight": weight} | ({} if bias is None else {"linear.bias": bias})
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
