@@ -23,9 +23,11 @@ FIELDS: Fields = {name: OF_CHATS[name] for name in AS_IN_CHATS} | {
     "thinking": record("type: enabled, adaptive or disabled, if the template has a switch; budget_tokens is no limit."),
     "output_config": record("format: {type: json_schema, schema}; effort, if the template asks for it."),
     "cache_control": loose("Accepted: prefixes are shared anyway.", "object"),
+    "context_management": record("edits: clear_thinking_20251015 that keeps all, as Claude Code asks."),
 }
-COUNTED: Fields = {name: FIELDS[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking",
-                                                   "output_config", "chat_template_kwargs")}  # fmt: skip
+COUNTED: Fields = {name: FIELDS[name] for name in (
+    "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "chat_template_kwargs",
+    "context_management")}  # fmt: skip
 # The last two are accepted, and change nothing.
 TOOL = names("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 OF_ANY = ("type", "cache_control")  # of blocks; prefixes are shared anyway
@@ -33,6 +35,7 @@ BLOCKS = {"text": ("text",), "thinking": ("thinking", "signature"), "redacted_th
           "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id", "id", "content", "is_error")}  # fmt: skip
 LATE = "all tools are shown at once"
 LATER = {"defer_loading": LATE, "allowed_callers": "tools that code calls", "input_examples": "examples of calls"}
+UNEDITED = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
 REFUSED = {"mcp_servers": "tools of the server", "container": "containers"}
 WORDS = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "reasoning_effort": "output_config",
          "response_format": "output_config", "continue_final_message": "messages"}  # fmt: skip
@@ -46,6 +49,9 @@ def to_chat(body: Mapping[str, Any], counted: bool = False) -> dict[str, Any]:
     """The body of a chat that asks the same; `counted`: only its prompt. Pure. Errors: ApiError."""
     known, needed = (COUNTED, ("messages",)) if counted else (FIELDS, ("messages", "max_tokens"))
     given: dict[str, Any] = dict.fromkeys(FIELDS) | take(body, known, REFUSED, needed)
+    for edit in take(given["context_management"] or {}, {"edits": array("")})["edits"] or ():
+        if edit not in UNEDITED:
+            raise unsupported("context_management", f"context_management: {edit!r:.80} is not built; leave it out.")
     messages = [] if given["system"] is None else [{"role": "system", "content": _texts(given["system"], "system")}]
     for i, message in enumerate(given["messages"]):
         messages += _message(message, f"messages[{i}]")

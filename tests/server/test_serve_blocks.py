@@ -27,7 +27,13 @@ def test_what_a_tool_or_an_output_has_in_messages() -> None:
     assert told["tools"][0]["function"]["strict"] is True and told["cache_salt"] == "a"
     assert told["response_format"] == {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}
     assert read_chat(told | {"tool_choice": "none"}, 1).chat_options.reasoning_effort == "max"
+    keeps: dict[str, Any] = {"type": "clear_thinking_20251015", "keep": "all"}  # as Claude Code asks each time
+    for edits in ([], [keeps], [keeps | {"keep": {"type": "all"}}]):
+        assert to_chat(body | {"context_management": {"edits": edits}}) == to_chat(body)
     for change in (
+        {"context_management": {"edits": [keeps, {"type": "clear_tool_uses_20250919"}]}},
+        {"context_management": {"edits": [keeps | {"keep": {"type": "thinking_turns", "value": 1}}]}},
+        {"context_management": {"edits": [keeps | {"trigger": 3}]}},
         {"tools": [tool | {"defer_loading": True}]},
         {"tools": [tool | {"input_examples": [{}]}]},
         {"tool_choice": {"type": "auto", "names": ["f"]}},
