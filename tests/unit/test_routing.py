@@ -462,6 +462,7 @@ def test_an_adapter_that_is_gone_is_not_told_again(calls: Calls) -> None:
 
 
 def test_without_a_replica_there_is_no_engine(calls: Calls) -> None:
+    assert calls.core.stats() == {"rank": 1}
     calls.process(0).ended("was ended by SIGKILL")
     assert calls.place(calls.submit([1])) == 1
     with pytest.raises(EngineDeadError, match="replica 0 of 2 has ended"):
@@ -470,6 +471,7 @@ def test_without_a_replica_there_is_no_engine(calls: Calls) -> None:
     assert isinstance(calls.ended.get(timeout=30).error, EngineDeadError)
     with pytest.raises(EngineDeadError, match="no replica is left"):
         calls.submit([1])
+    assert calls.core.stats() == {"rank": 0}  # which a page of metrics tells, as of an engine that has ended
 
 
 def test_answers_of_all_are_one() -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -205,8 +205,9 @@ class Replicas:
         return answers
 
     def stats(self) -> dict[str, Any]:
-        """As `EngineCore.stats`, of all together; also of processes that have ended."""
-        self.each_stats()
+        """As `EngineCore.stats`, of all together; also of processes that have ended, and behind the end of all."""
+        with suppress(EngineDeadError):
+            self.each_stats()
         with self._lock:
             return joined([each.stats for each in self.replicas if each.told])
 
