@@ -165,10 +165,6 @@ class SamplingParams:
     head: bool = False  # apply the checkpoint's classification or reward head to the pooled hidden state
 
     @property
-    def greedy(self) -> bool:
-        return self.top_k == 1
-
-    @property
     def keeps_stop(self) -> bool:
         return self.no_stop_trim or self.include_stop_str_in_output
 

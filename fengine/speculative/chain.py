@@ -24,6 +24,7 @@ from fengine.ops.go_on import catch_up, go_on
 from fengine.ops.sampling import draw
 from fengine.worker.cuda_graphs import Graphs, decode_sizes
 from fengine.worker.cuda_runner import edit_sizes
+from fengine.worker.device import enter
 from fengine.worker.logits.bias import LogitBias
 from fengine.worker.logits.penalties import Penalties
 from fengine.worker.static_buffers import StaticBuffers
@@ -110,7 +111,7 @@ class Chain:
         `arrays` by FIELDS, SLOTS and the fields of `stages`: positions whose KV is to be written first, and how rows
         draw."""
         with torch.inference_mode():
-            self._enter()
+            enter(self.device)
             if self.graphs is not None and guide is None:
                 return self._replay(self.graphs, arrays, stages, count, len(arrays["token_T"]))
             tensors = {name: tensor.to(self.device) for name, tensor in on_cpu(arrays).items()}
@@ -130,12 +131,8 @@ class Chain:
         draw. Only where it `feeds`."""
         assert self.graphs is not None
         with torch.inference_mode():
-            self._enter()
+            enter(self.device)
             return self._replay(self.graphs, arrays, (), count, tokens)
-
-    def _enter(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            torch.cuda.set_device(self.device)  # of the loop's thread: a logit processor may have chosen another
 
     def _replay(
         self, graphs: Graphs, arrays: Arrays, stages: tuple[LogitsStage, ...], count: int, tokens: int

@@ -10,7 +10,6 @@ often. Source: Saxena 2023, "Prompt Lookup Decoding".
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fengine.core.speculation import Ask, Proposer
 
@@ -21,13 +20,6 @@ SIZES = (3, 3, 4, 15)  # first tries behind copies of 1, 2-3, 4-7, and more toke
 REST = 7  # tokens between two looks where nothing was right for 8 * REST tokens, sooner fewer: a look takes the time of
 # 1 % of a step of a small model
 PATIENCE = 7  # after n tries in vain 2 ** n tokens are drawn before the next one; n grows no further
-
-
-class Match(NamedTuple):
-    """The last `length` of the known tokens stand also in front of index `end`."""
-
-    length: int
-    end: int
 
 
 class NgramIndex:
@@ -55,11 +47,9 @@ class NgramIndex:
                 latest[run] = end
         self._run, self.num_indexed = run, count
 
-    def match(self, ids: Sequence[int]) -> Match | None:
-        """The longest earlier copy of the end of `ids`, all of which is indexed; of equally long ones the latest.
-
-        None if the last `least` tokens are new. Pure.
-        """
+    def match(self, ids: Sequence[int]) -> tuple[int, int] | None:
+        """(its length, the index behind it) of the longest earlier copy of the end of `ids`, all of which is indexed;
+        of equally long ones the latest. None if the last `least` tokens are new. Pure."""
         known, best = len(ids), None
         end = self._before[known]
         for _ in range(CANDIDATES):
@@ -68,8 +58,8 @@ class NgramIndex:
             length, longest = self.least, min(self.most, end)
             while length < longest and ids[end - 1 - length] == ids[known - 1 - length]:
                 length += 1
-            if best is None or length > best.length:
-                best = Match(length, end)
+            if best is None or length > best[0]:
+                best = length, end
                 if length == self.most:
                     break
             end = self._before[end]
@@ -124,13 +114,13 @@ class Lookup:
         index.extend(ids, min(known, index.num_indexed + CATCH_UP))
         if index.num_indexed < known:
             return []
-        match = index.match(ids)
-        if match is not None:
-            self.level = min(match.length.bit_length(), len(SIZES)) - 1
+        if (match := index.match(ids)) is not None:
+            length, end = match
+            self.level = min(length.bit_length(), len(SIZES)) - 1
             trust = self.trusts[self.level]
             count = min(trust.size, ask.most)
             if known >= trust.resume_at and count >= ask.least:
-                return follow(ids, match.end, ask.skip + count)[ask.skip :]
+                return follow(ids, end, ask.skip + count)[ask.skip :]
         drafting.rest_until = known + ask.skip + min((known - self.right_at) // 8, REST)
         return []
 

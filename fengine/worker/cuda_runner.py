@@ -12,6 +12,7 @@ from fengine.models.kv_state import KVState, Params
 from fengine.ops import edges
 from fengine.ops.edit_logits import words
 from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs, beside
+from fengine.worker.device import enter
 from fengine.worker.logits.logprobs import ASKED, MOST_ASKED, TOPS, Likeliest, put, rounded_top, scores_of, to_host
 from fengine.worker.logits.structured import StructuredOutput
 from fengine.worker.static_buffers import StaticBuffers
@@ -75,18 +76,12 @@ class CudaRunner:
         self.behind: Behind | None = None  # of the step whose sampler is not launched yet
         self.kv: list[KVState] = []  # the one state whose addresses the graphs hold
 
-    def _enter(self) -> None:
-        """Makes this runner's GPU the current one of the calling thread: the loop's, or the one that builds it. What
-        runs in it, such as a logit processor, may have chosen another since."""
-        if torch.cuda.current_device() != self.device.index:
-            torch.cuda.set_device(self.device)
-
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device.index)  # by number: to look it up takes longer than a launch
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
         """Captures every bucket's graphs over `kv`, which it returns; `cuda_start.prepare` has run once before."""
-        self._enter()
+        enter(self.device)
         self.kv = [kv]
         self.graphs.clear()
         buckets = self.buckets.all()
@@ -110,7 +105,7 @@ class CudaRunner:
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         """Starts a step. Modifies: the storage of `kv`, which must be the state that `warm_up` was given. Where draws
         wait for masks, the sampler is launched when the tokens of the step before are known, or the next step is."""
-        self._enter()
+        enter(self.device)
         assert kv is self.kv[0], "another KV state than the one whose addresses the graphs hold"
         self.finish()
         for write in step.writes:
@@ -143,7 +138,7 @@ class CudaRunner:
         behind, self.behind = self.behind, None
         if behind is None:
             return
-        self._enter()
+        enter(self.device)
         step, bucket, which, hidden_TD = behind.step, behind.bucket, behind.which, behind.hidden_TD
         large = self._sample(step, bucket, which, hidden_TD) if step.draws else None
         sizes = output_sizes(bucket.rows, None if large is not None else self._top(step))

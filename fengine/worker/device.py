@@ -31,6 +31,13 @@ def current_device(device: str) -> Iterator[None]:
         yield
 
 
+def enter(device: torch.device) -> None:
+    """Makes a GPU the current one of the calling thread: the loop's, or the one that builds it. What runs there, such
+    as a logit processor, may have chosen another since."""
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        torch.cuda.set_device(device)
+
+
 def refuse_default_device() -> None:
     """Host buffers are made without naming a device. Only this thread's default counts, and only now. Errors:
     ConfigError."""

@@ -51,7 +51,7 @@ def test_defaults_and_normal_forms() -> None:
     assert SamplingParams().max_new_tokens == 128 and SamplingParams().top_k == TOP_K_ALL
     for cold in (0, 0.0, -0.0, 1e-40, 9e-7):
         params = SamplingParams.of({"temperature": cold, "top_k": 7})
-        assert params.greedy and params.temperature == 1.0
+        assert params.top_k == 1 and params.temperature == 1.0
     params = SamplingParams.of({"stop": "x", "stop_token_ids": {5, 3, None}, "top_p": None, "max_new_tokens": None})
     assert params.stop == ("x",) and params.stop_token_ids == (3, 5) and params.top_p == 1.0
     assert params.max_new_tokens is None
