@@ -49,9 +49,7 @@ def to_chat(body: Mapping[str, Any], counted: bool = False) -> dict[str, Any]:
     """The body of a chat that asks the same; `counted`: only its prompt. Pure. Errors: ApiError."""
     known, needed = (COUNTED, ("messages",)) if counted else (FIELDS, ("messages", "max_tokens"))
     given: dict[str, Any] = dict.fromkeys(FIELDS) | take(body, known, REFUSED, needed)
-    for edit in take(given["context_management"] or {}, {"edits": array("")})["edits"] or ():
-        if edit not in UNEDITED:
-            raise unsupported("context_management", f"context_management: {edit!r:.80} is not built; leave it out.")
+    _check_edits(given["context_management"] or {})
     messages = [] if given["system"] is None else [{"role": "system", "content": _texts(given["system"], "system")}]
     for i, message in enumerate(given["messages"]):
         messages += _message(message, f"messages[{i}]")
@@ -70,6 +68,13 @@ def to_chat(body: Mapping[str, Any], counted: bool = False) -> dict[str, Any]:
         **_output(given["output_config"]),
     }
     return {name: value for name, value in chat.items() if value is not None}
+
+
+def _check_edits(management: dict[str, Any]) -> None:
+    """Errors: ApiError for what would change the context."""
+    for edit in take(management, {"edits": array("")})["edits"] or ():
+        if edit not in UNEDITED:
+            raise unsupported("context_management", f"context_management: {edit!r:.80} is not built; leave it out.")
 
 
 def _tool(tool: Any, i: int) -> dict[str, Any]:
