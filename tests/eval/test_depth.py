@@ -116,7 +116,7 @@ def test_examples_are_those_of_their_file_whatever_rows_are_of(tmp_path: Path) -
 
 def test_an_ask_has_one_answer() -> None:
     asker = Asker(FakeEngine(EngineConfig()))
-    with pytest.raises(InvalidRequestError, match="n=2: an ask has one answer; task.samples=N draws several"):
+    with pytest.raises(InvalidRequestError, match="n=2: an ask has one answer; fengine eval task.samples=N draws"):
         asyncio.run(asker.ask(Ask("x", {}, "generate"), {"n": 2}))
 
 

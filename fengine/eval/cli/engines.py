@@ -76,10 +76,8 @@ def devices() -> dict[str, Any]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
     told = [f"{one.name} ({one.total_memory >> 30} GiB, {one.major}.{one.minor})" for one in gpus]
-    return {
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads",
-        "gpus": ", ".join(told),
-    }
+    version = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads"
+    return {"torch": version, "gpus": ", ".join(told)}
 
 
 def transformers_model(engine: Any) -> Callable[[list[list[int]], int], None]:

@@ -37,16 +37,10 @@ bench.out=FILE.json        the figures of every round, with versions and hardwar
     fengine bench serve model.path=DIR scheduler.max_running_requests=64
 """
 KINDS = ("latency", "throughput", "serve")
-OPTIONS: dict[str, Callable[[str], Any]] = {
-    "bench.requests": command.whole(1, 100_000),
-    "bench.input": command.whole(1, 1_000_000),
-    "bench.output": command.whole(2, 1_000_000),
-    "bench.rounds": command.whole(1, 1000),
-    "bench.streams": command.whole(1, 8192),
-    "bench.seed": command.whole(0, 2**63 - 1),
-    "bench.beside": command.names(["transformers"]),
-    "bench.out": Path,
-}
+LIMITS = {"requests": (1, 100_000), "input": (1, 1_000_000), "output": (2, 1_000_000), "rounds": (1, 1000),
+          "streams": (1, 8192), "seed": (0, 2**63 - 1)}  # fmt: skip
+OPTIONS: dict[str, Callable[[str], Any]] = {f"bench.{name}": command.whole(*LIMITS[name]) for name in LIMITS}
+OPTIONS |= {"bench.beside": command.names(["transformers"]), "bench.out": Path}
 DEFAULTS = {"requests": 64, "input": 128, "output": 128, "rounds": 3, "streams": 64, "seed": 0}
 Round = dict[str, float]  # seconds, tok_s; first_s: median seconds to the first token
 
@@ -89,10 +83,11 @@ def work(argv: Sequence[str]) -> int:
 def _asked(words: command.Arguments) -> tuple[str, dict[str, Any]]:
     """What is measured, and how. Errors: ConfigError."""
     kind = "".join(words.places)
-    if strange := [word for word in words.overrides if word.startswith("bench.")]:
-        raise ConfigError(command.unknown(strange[0], [*OPTIONS]))
-    if strange := [word for word in words.overrides if word.lstrip("+").startswith("serve.")]:
-        raise ConfigError(f"{strange[0]:.200}: the server of a bench has a configuration of its own; leave it out")
+    for word in words.overrides:
+        if word.startswith("bench."):
+            raise ConfigError(command.unknown(word, [*OPTIONS]))
+        if word.lstrip("+").startswith("serve."):
+            raise ConfigError(f"{word:.200}: the server of a bench has a configuration of its own; leave it out")
     given = DEFAULTS | {name.partition(".")[2]: value for name, value in words.options.items()}
     if kind not in KINDS:
         raise ConfigError(f"fengine bench takes one of {', '.join(KINDS)}, got {kind!r:.80}")
@@ -228,6 +223,5 @@ def tell(kind: str, engine: Any, work: Work, found: dict[str, list[Round]], give
         ours, theirs = (statistics.median(one["tok_s"] for one in found[name]) for name in ("fengine", "transformers"))
         say(f"fengine draws {ours / theirs:.2f} times as many tokens a second")
     if "out" in given:
-        info = {"kind": kind, "model": str(model.path), "device": model.device}
-        info |= {"work": {**given, "out": str(given["out"])}}
-        write_file(given["out"], info | {"environment": facts(), "rounds": found})
+        info = {"kind": kind, "model": str(model.path), "device": model.device, "environment": facts()}
+        write_file(given["out"], info | {"work": {**given, "out": str(given["out"])}, "rounds": found})

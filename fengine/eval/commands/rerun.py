@@ -70,12 +70,10 @@ def _again(folder: Path, own: Path, words: command.Arguments, engines: EngineCac
     old = read_manifest(folder)
     said = old.get("origin") or {}
     overrides, choices = said.get("overrides"), said.get("choices")
-    point = Point(
-        restore(old["identity"]["config"], words.overrides, EVAL),
-        own,
-        overrides=tuple(map(str, overrides)) if isinstance(overrides, list) else (),
-        choices=tuple((k, str(v)) for k, v in choices.items()) if isinstance(choices, dict) else (),
-    )
+    overrides = tuple(map(str, overrides)) if isinstance(overrides, list) else ()
+    choices = tuple((k, str(v)) for k, v in choices.items()) if isinstance(choices, dict) else ()
+    config = restore(old["identity"]["config"], words.overrides, EVAL)
+    point = Point(config, own, overrides=overrides, choices=choices)
     base = base_of(said, words.overrides)
     screen = view.choose(point.config.view)
     changed = _changes(point, base, old["identity"], folder, bool(words.options.get("rerun.changed")))

@@ -71,9 +71,8 @@ class FengineAPI(ai.ModelAPI):
         self._closer = weakref.finalize(self, self._engine.shutdown)  # at the latest when the process ends
         if use_chat_template and not self.engine.tokenizer.chat_templates:  # type: ignore[union-attr]
             self.close()
-            raise ConfigError(
-                f"{model_name} has no chat template: give -M chat_template=FILE, or -M use_chat_template=false"
-            )
+            remedy = "give -M chat_template=FILE, or -M use_chat_template=false"
+            raise ConfigError(f"{model_name} has no chat template: {remedy}")
 
     @property
     def engine(self) -> Engine:

@@ -65,7 +65,7 @@ def _two(a: Path, b: Path, budget: int) -> dict[str, Any]:
     for path, those in zip((a, b), runs, strict=True):
         if those != [path]:
             raise StorageError(
-                f"{path} is a sweep; a difference is of two runs: give one of its points, such as {those[0]}"
+                f"{path} is a sweep; a difference is of two runs: give a point of it, such as {those[0]}"
             )
     with Records(a) as mine, Records(b) as its:
         kinds = [(records, rows.row_kinds(records)) for records in (mine, its)]
@@ -177,13 +177,14 @@ def texts(
     """Id (as a text) → what it adds to the text, of the first ids, in all of about `budget` bytes; and if there are
     none, why not."""
     from fengine.tokenizer.tokenizer import Tokenizer
+    from fengine.worker.hub import resolve_local
 
     config, model, ids_told = identity["config"], identity.get("model") or {}, "so that tokens are shown by their ids"
     own = config.get("model.tokenizer_path")
     path, revision = str(own or config.get("model.path") or ""), None if own else config.get("model.revision")
     files = model.get("tokenizer_files") or model.get("files") or (in_force or {}).get("model_files")
     recorded = files.get(FILE, ...) if isinstance(files, dict) else ...
-    directory = _directory(path, revision, config.get("model.download_dir"))
+    directory = local_directory(path) or resolve_local(path, revision, config.get("model.download_dir"))
     if directory is None:
         return {}, f"the tokenizer of {public(path)!r} is not on this machine, {ids_told}"
     try:
@@ -213,11 +214,3 @@ def shown(piece: bytes) -> str:
         return piece.decode()
     except UnicodeDecodeError:
         return f"‹{piece.hex(' ').upper()}›"
-
-
-def _directory(path: str, revision: Any, cache_dir: Any) -> Path | None:
-    if (found := local_directory(path)) is not None:
-        return found
-    from fengine.worker.hub import resolve_local
-
-    return resolve_local(path, revision, cache_dir)

@@ -137,9 +137,8 @@ class _Reader:
         start, took = float(event["ts"]), float(event["dur"])
         values = [int(args[key]) for key in ("step", "tokens", "running", "waiting", "held", "cached", "pool")]
         rows = [tuple(map(int, row)) for row in _ROW.findall(args["rows"])]
-        decodes, released, preempted = (
-            list(map(int, args[key].split())) for key in ("decode", "released", "preempted")
-        )
+        lists = (list(map(int, args[key].split())) for key in ("decode", "released", "preempted"))
+        decodes, released, preempted = lists
         drafted = {int(number): int(count) for number, count in _DRAFTED.findall(args.get("drafted", ""))}
         new = [(*map(int, some[:3]), _runs(some[3], values[-1])) for some in _PAGES.findall(args["pages"])]
         kind, now, before = STEP_KINDS[event["name"]], len(steps["n"]), len(session.holds)

@@ -94,7 +94,8 @@ class Asker:
         self, ask: Ask, sampling: dict[str, Any], watcher: Watcher | None
     ) -> tuple[Answer, list[dict[str, Any]]]:
         if sampling.get("n") not in (None, 1):
-            raise InvalidRequestError(f"n={sampling['n']!r:.80}: an ask has one answer; task.samples=N draws several")
+            told = "an ask has one answer; fengine eval task.samples=N draws several"
+            raise InvalidRequestError(f"n={sampling['n']!r:.80}: {told}")
         prompt = {"prompt": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": ask.prompt}
         call: dict[str, Any] = {"sampling_params": sampling, **self._options, **prompt}
         call |= {"lora_path": ask.adapter} if ask.kind == "judge" else {}
