@@ -187,8 +187,8 @@ class Verification:
         """Versions and code that are not the run's. Errors: ResumeMismatchError for another checkpoint."""
         old, notes = self.records.identity, []
         known, new = old.get("model") or {}, provenance.model_digests(self.config.engine.model)
-        for part in ("files", "tokenizer_files"):
-            self._refuse("model.path", manifest.differences(known.get(part), new.get(part), part), part in known)
+        for key, part in (("model.path", "files"), ("model.tokenizer_path", "tokenizer_files")):
+            self._refuse(key, manifest.differences(known.get(part), new.get(part), part), part in known)
         lines = manifest.differences(
             old.get("adapters"), provenance.adapter_digests(self.config.engine.lora), "adapters"
         )
