@@ -1,7 +1,6 @@
 """Arguments of public calls: a name that is unknown, or missing, is an InvalidRequestError with a suggestion."""
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -13,8 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from fengine.core.parameter_kinds import OTHER_NAMES
 from fengine.core.sampling_params import PARAMETERS
 from fengine.core.scalars import flag, told
-from fengine.engine.inbox import FORKED
-from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, OutOfMemoryError, UnknownParameterError
+from fengine.errors import FengineError, InvalidRequestError, OutOfMemoryError, UnknownParameterError
 
 # Names of vLLM, OpenAI and transformers -> ours, of an engine and of a call.
 WORDS = {
@@ -82,8 +80,7 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @contextmanager
     def explained(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        if os.getpid() != engine._pid:
-            raise EngineClosedError(FORKED)
+        engine._parts.core.check_process()
         try:
             given = signature.bind(engine, *args, **kwargs).arguments if flags else {}
             for name in given.keys() & flags:

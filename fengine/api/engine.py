@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -113,7 +112,6 @@ class Engine:
         parts.memory.keep_weights(args.enable_weights_cpu_backup)
         if parts.config.parallel.dp_size > 1:  # grammars are compiled where they are used
             parts.core.call("use_whitespace", whitespace=args.whitespace and list(args.whitespace))
-        self._pid = os.getpid()
         parts.core.call("label_weights", version=args.weight_version)
         self.tokenizer_manager = TokenizerManager(self)
         holder = self if owned else grammars  # `grammars` lives as long as its own finalizer: until shutdown or the end

@@ -326,7 +326,7 @@ def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with checksum_engine() as engine:
         with monkeypatch.context() as patch:
             refuse_forked()
-            patch.setattr("fengine.api.arguments.os.getpid", lambda: 1)
+            patch.setattr("os.getpid", lambda: 1)
             for call in (engine.stats, lambda: engine.open_session(1), lambda: engine.abort("x"), engine.get_load):
                 with pytest.raises(EngineClosedError, match="a fork has none of its threads"):
                     call()
