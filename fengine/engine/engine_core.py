@@ -24,6 +24,7 @@ from fengine.errors import (
 from fengine.models.kv_state import KVState
 from fengine.worker.input_batch import InputBatch
 
+BUSY = "memory is not released while requests run or wait: let them finish, or abort them first"
 Handler = Callable[..., Any]  # of what is attached to a command, and its arguments; runs in the loop's thread
 
 
@@ -198,9 +199,7 @@ class EngineCore:
         EngineBusyError."""
         with self.inbox.lock:  # nobody comes in between the look and the refusal
             if idle and self.requests.states:
-                raise EngineBusyError(
-                    "memory is not released while requests run or wait: let them finish, or abort them first"
-                )
+                raise EngineBusyError(BUSY)
             self.refusals.update(reasons)
 
     def allow(self, cause: str) -> None:

@@ -29,7 +29,7 @@ from fengine.engine.parallel.remote import RemoteUpdates
 from fengine.engine.parallel.replicas import Replicas, joined
 from fengine.engine.parallel.routing import BLOCK, SLACK, STARTS, Replica, chosen, prefix_keys
 from fengine.engine.request_state import RequestOutput, RequestState
-from fengine.errors import EngineDeadError
+from fengine.errors import EngineBusyError, EngineDeadError
 
 REFUSED: set[str] = set()  # versions whose files are not there
 LOADING: list[int] = []  # if it has something, processes are not ready at once
@@ -459,6 +459,27 @@ def test_an_adapter_that_is_gone_is_not_told_again(calls: Calls) -> None:
     for i in (2, 0):
         calls.core.ask("adapters", "unload", f"a{i}", i)
     assert [command[1:3] for command in calls.core._kept.commands] == [["load", ["a1", "path", False, 1]]]
+
+
+def test_all_give_their_memory_back_or_none(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with a request at one of them; one that comes meanwhile is sent behind it."""
+    core, slow, release = calls.core, calls.process(1), ("memory", "release", ["kv_cache"])
+    rid = calls.submit([1])
+    with pytest.raises(EngineBusyError, match="memory is not released while"):
+        core.ask(*release)
+    assert calls.process(0).asked() == slow.asked() == []
+    calls.finish(rid)
+    asked = threading.Event()
+    monkeypatch.setattr(slow, "answer", lambda _: asked.set())
+    thread = threading.Thread(target=core.ask, args=release)
+    thread.start()
+    assert asked.wait(30)
+    rid = calls.submit([2])
+    assert not any(each.open for each in core.replicas)
+    monkeypatch.undo()
+    slow.answer(slow.sent[-1]["ask"])
+    thread.join(30)
+    calls.finish(rid)
 
 
 def test_without_a_replica_there_is_no_engine(calls: Calls) -> None:

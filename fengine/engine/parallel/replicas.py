@@ -164,6 +164,8 @@ class Replicas:
             with self._lock:
                 self._lock.wait_for(self._all_caught_up)
                 self.inbox.check()
+                if part == "memory":
+                    self._routes.hold(idle=name == "release")
                 trial = self._kept.begin(command)
                 asked = [(each, self._ask(each, command)[0]) for each in self.replicas if each.facts]
 
@@ -172,6 +174,7 @@ class Replicas:
                 wait([answer for _, answer in asked])
                 with self._lock:
                     self._kept.end(trial, command, asked)
+                    self._routes.held -= part == "memory"
                     self._compare()
 
             try:

@@ -13,11 +13,12 @@ import torch
 from fengine.config import EngineConfig
 from fengine.core.plain import to_plain
 from fengine.core.request import ABORTED, Request
+from fengine.engine.engine_core import BUSY
 from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.parallel.child import NOTHING, Child
 from fengine.engine.parallel.progress import forget, take, told_of
 from fengine.engine.request_state import RequestState
-from fengine.errors import EngineDeadError, FengineError
+from fengine.errors import EngineBusyError, EngineDeadError, FengineError
 from fengine.worker.process_group import device_of_rank
 
 BLOCK = 64  # tokens by which prompts are compared
@@ -149,6 +150,7 @@ class Routes:
         """`by_prefix`: whether replicas keep what they know of prompts."""
         self.replicas, self.requests, self.by_prefix = replicas, requests, by_prefix
         self.waiting: dict[str, tuple[RequestState, list[Any]]] = {}  # for a replica that takes requests
+        self.held = 0  # calls during which none is sent
         self._tries: dict[RequestState, int] = {}  # processes that one has lost; STARTS: it is being aborted
 
     def able(self, pinned: int | None) -> list[Replica]:
@@ -158,7 +160,14 @@ class Routes:
         if not able and not any(each.fault == AWAY and not each.over for each in found):
             which = f"replica {pinned}" if pinned is not None else "every replica"
             raise EngineDeadError(f"{which} of {len(self.replicas)} {found[0].fault}")
-        return able
+        return [] if self.held else able
+
+    def hold(self, idle: bool) -> None:
+        """None is sent from here on, or one replica would give its memory back and another refuse. Errors:
+        EngineBusyError, with `idle`, if some are open."""
+        if idle and self.requests.states:
+            raise EngineBusyError(BUSY)
+        self.held += 1
 
     def send(self, given: Iterable[tuple[RequestState, list[Any]]]) -> None:
         """Each to a replica that takes requests; it waits where there is none yet, and fails where none will be."""
