@@ -41,12 +41,17 @@ class QwenFamily(VisionFamily):
     """Older configs have the decoder's keys beside the others."""
 
     def parts(self, config: Config) -> tuple[Config, Config]:
-        """Pure. Errors: ModelLoadError."""
+        """Pure. Errors: ModelLoadError, UnsupportedArchitectureError."""
         text = config.get("text_config")
         if text is None:
             text = {key: value for key, value in config.items() if key not in WHOLE}
             text["model_type"] = next(iter(self.texts))
         text, vision = super().parts(config | {"text_config": text})
+        outer = objects(config, "rope_scaling")
+        if outer != text.get("rope_scaling") and outer.get("rope_type", outer.get("type", "mrope")) not in DEFAULT:
+            raise UnsupportedArchitectureError(
+                f"rope_scaling = {outer!r:.80} is not read beside text_config: put it there."
+            )
         scaling, ropes = (
             {key: value for key, value in found.items() if key not in AXES}
             for found in (objects(text, "rope_scaling"), objects(text, "rope_parameters"))
@@ -71,7 +76,7 @@ def _layers(read: ConfigReader, name: str, count: int) -> list[int]:
     return []
 
 
-AXES = ("mrope_section", "mrope_interleaved")
+AXES, DEFAULT = ("mrope_section", "mrope_interleaved"), ("default", "mrope")
 
 
 def sections(config: Config, spec: ModelSpec, third: bool) -> tuple[int, ...]:

@@ -369,6 +369,7 @@ def test_a_value_of_another_type_is_never_a_bare_error(name: str) -> None:
         ("gemma3", "text_config", "final_logit_softcapping", 3.0),  # these are not read by transformers
         ("gemma3", "text_config", "use_bidirectional_attention", True),
         ("qwen3_vl", "text_config", "use_sliding_window", True),
+        ("qwen3_vl", "", "rope_scaling", {"type": "yarn", "factor": 2.0}),
     ],
 )  # fmt: skip
 def test_a_value_of_another_type_is_told_with_its_key(name: str, part: str, key: str, value: object) -> None:
