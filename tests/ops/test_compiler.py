@@ -138,6 +138,9 @@ def wheel(tmp_path: Path, small_source: Path, cache_home: Path, monkeypatch: pyt
 def test_a_wheel_needs_no_compiler(wheel: list[Path], small_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wheel and compiler.prebuilt("small", [small_source], []) == wheel
     assert compiler.load("small", [small_source], []).answer() == 42
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="compiler"):
+        patch.setenv("CC", "no-such-compiler")  # it is asked for
+        compiler.load("small", [small_source], [])
     monkeypatch.setattr(compiler, "_cpu", lambda: "fpu sse2")  # too old a CPU
     with pytest.raises(ConfigError, match="needs a C compiler"):
         compiler.load("small", [small_source], [])
