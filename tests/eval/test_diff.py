@@ -172,6 +172,9 @@ def test_another_seed_is_named_as_the_cause(make: Run, capsys: Any) -> None:
     assert run.main(["diff", "a", "b", "show=2"]) == 1
     said = capsys.readouterr().out
     assert "seed: 0 → 1" in said and "more rows that differ" in said and "exact_match, B - A: +0.0000 ± 0.0000" in said
+    make("one", "task.limit=1")
+    assert run.main(["diff", "one", "one"]) == 0  # a single row has no error
+    assert "exact_match, B - A: +0.0000 (1 row, 0 up, 0 down)" in capsys.readouterr().out
 
 
 def test_a_flipped_bit_and_another_token_are_found(make: Run, capsys: Any) -> None:

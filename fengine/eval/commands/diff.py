@@ -126,8 +126,6 @@ def _metrics(found: Comparison) -> list[str]:
     told = []
     for name, delta in found.metrics.items():
         ways = "" if delta.up is None else f", {delta.up:,} up, {delta.down:,} down"
-        told.append(
-            f"{name}, B - A: {delta.value:+.4f} ± {delta.stderr:.4f} (95 %: {delta.low:+.4f} to {delta.high:+.4f}; "
-            f"{count(delta.n, 'row')}{ways})"
-        )
+        spread = f"± {delta.stderr:.4f} (95 %: {delta.low:+.4f} to {delta.high:+.4f}; " if delta.n > 1 else "("
+        told.append(f"{name}, B - A: {delta.value:+.4f} {spread}{count(delta.n, 'row')}{ways})")
     return told
