@@ -30,7 +30,6 @@ class SamplingParamsDict(TypedDict, total=False):
     skip_special_tokens: bool
     spaces_between_special_tokens: bool
     no_stop_trim: bool
-    include_stop_str_in_output: bool
     stream_interval: int | None
     logit_bias: dict[str, float] | dict[int, float] | None
     sampling_seed: int | None

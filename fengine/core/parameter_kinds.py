@@ -149,7 +149,7 @@ OTHER_NAMES = {
     "max_length": "max_new_tokens", "min_tokens": "min_new_tokens", "best_of": "n", "num_return_sequences": "n",
     "use_beam_search": "beam_width", "num_beams": "beam_width", "eos_token_id": "stop_token_ids", "temp": "temperature",
     "stop_sequences": "stop", "guided_json": "json_schema", "guided_regex": "regex", "grammar": "ebnf",
-    "response_format": "json_schema", "do_sample": "temperature",
+    "response_format": "json_schema", "include_stop_str_in_output": "no_stop_trim", "do_sample": "temperature",
     "bad_words": "logit_bias", "allowed_token_ids": "logit_bias",
 }  # fmt: skip
 OF_CALLS = {  # -> arguments of a call that do the same

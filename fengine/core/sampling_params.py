@@ -133,11 +133,9 @@ class SamplingParams:
     spaces_between_special_tokens: bool = declare(
         True, "flag", "text", "Accepted either way: the tokenizers that are read here put no such spaces."
     )
-    no_stop_trim: bool = declare(False, "flag", "text", "Of the token that ended the output the text stays, too.")
-    include_stop_str_in_output: bool = declare(
-        False, "flag", "text", "The text ends behind what ended the output, not before.",
-        openai="include_stop_str_in_output",
-    )  # fmt: skip
+    no_stop_trim: bool = declare(
+        False, "flag", "text", "The text that ended the output stays in it.", openai="include_stop_str_in_output"
+    )
     stream_interval: int | None = declare(
         None, "integer", "stream", "Tokens between two chunks of a stream; None: as the engine is set.", Range(1)
     )
@@ -163,10 +161,6 @@ class SamplingParams:
     hidden: str | None = None  # "full" | "last"
     pool: str | None = None  # worker.pooling.Pooling's: an embedding; the request draws nothing (max_new_tokens 0)
     head: bool = False  # apply the checkpoint's classification or reward head to the pooled hidden state
-
-    @property
-    def keeps_stop(self) -> bool:
-        return self.no_stop_trim or self.include_stop_str_in_output
 
     @property
     def grammar_key(self) -> tuple[str, str] | None:

@@ -154,7 +154,7 @@ class OutputProcessor:
         ends = known == request.num_output > 0 and request.token_ids[-1] in request.stop_ids
         if detokenizer is None:  # a stop token stays in output_ids, but its text is left out
             params, decode = request.params, state.decode
-            fresh = fresh[:-1] if ends and not params.keeps_stop else fresh
+            fresh = fresh[:-1] if ends and not params.no_stop_trim else fresh
             return RequestOutput("" if decode is None else decode(fresh, params.skip_special_tokens), known, finish)
         text += detokenizer.push(fresh, trim_last=ends)
         text += "" if finish is None else detokenizer.finish()

@@ -69,7 +69,7 @@ def names(*known: str) -> Fields:
 OWN_LIMIT = frozenset({"max_new_tokens", "stream_interval"})  # the first has defaults of its own, the second no field
 SAMPLING: dict[str, str] = {  # of both kinds of completions; field -> the engine's sampling parameter
     row.openai or name: name for name, row in PARAMETERS.items() if name not in OWN_LIMIT
-}
+} | {"no_stop_trim": "no_stop_trim"}
 WORDS = {ours: name for name, ours in SAMPLING.items() if ours != name}  # how messages must call them
 MODEL: Fields = {"model": loose("The served model, which is the default, or one of its adapters.", "string")}
 CALL: Fields = {  # arguments of `generate`

@@ -103,14 +103,12 @@ class Detokenizer:
     `matched` is the stop string or pattern that ended the text, or None; `matched_tokens` the number of pushed tokens
     up to and including the one that completed it. A stop matches at the first token after which the text of the tokens
     so far (without an incomplete character at its end) holds one: strings before patterns, of several strings the one
-    that ends first, of those the longest, of several patterns the first given. The text is cut before a string, or with
-    `include_stop_str_in_output` behind it, but not for a pattern or with `no_stop_trim`: then it is that of all tokens
-    up to the match. A special token that is a stop string matches, too, where it is not shown. How tokens are grouped
-    changes nothing."""
+    that ends first, of those the longest, of several patterns the first given. The text is cut before a string, with
+    `no_stop_trim` behind it, and not for a pattern: then it is that of all tokens up to the match. A special token that
+    is a stop string matches, too, where it is not shown. How tokens are grouped in pushes changes nothing."""
 
     __slots__ = (
-        "_ends", "_held", "_longest", "_search", "_stops", "_text", "_trim", "_whole", "matched", "matched_tokens",
-        "num_tokens",
+        "_ends", "_held", "_longest", "_search", "_stops", "_text", "_trim", "matched", "matched_tokens", "num_tokens"
     )  # fmt: skip
 
     def __init__(
@@ -126,7 +124,7 @@ class Detokenizer:
         self._longest = max(map(len, params.stop), default=0)
         patterns = compile_patterns(params.stop_regex) if patterns is None else patterns
         self._search = StopRegexSearch(patterns) if patterns else None
-        self._whole, self._trim = params.no_stop_trim, not params.keeps_stop
+        self._trim = not params.no_stop_trim
         self._held = ""  # text that may begin a stop string
         self.matched: str | None = None
         self.matched_tokens: int | None = None
@@ -134,8 +132,8 @@ class Detokenizer:
 
     def push(self, token_ids: list[int], *, trim_last: bool = False) -> str:
         """Takes further ids, returns the text that is now certain; "" once a stop has matched. `trim_last`: the last id
-        is a stop token, whose own text is left out unless it completes a stop string or pattern, or the request
-        keeps its stops."""
+        is a stop token, whose own text is left out unless it completes a stop string or pattern, or `no_stop_trim`
+        keeps it."""
         if trim_last and token_ids and self._trim:
             return self.push(token_ids[:-1]) + self._push_stop_token(token_ids[-1])
         if not self._stops and self._search is None:
@@ -188,7 +186,7 @@ class Detokenizer:
         for seen in (text, text + tail) if tail else (text,):
             if (match := self._find(seen)) is not None:
                 end, start, self.matched = match
-                return self._end(text + self._text.flush() if self._whole else seen[: start if self._trim else end])
+                return self._end(seen[: start if self._trim else end])
         if self._search is not None:
             self.matched = self._search.feed(new, tail)
             if self.matched is not None:

@@ -130,7 +130,7 @@ def made(tmp_path_factory):  # noqa: ANN001, ANN201
     return Made(tmp_path_factory)
 
 
-def first_match(tokenizer, ids, stops, patterns, keep):  # noqa: ANN001, ANN201
+def first_match(tokenizer, ids, stops, patterns, trim):  # noqa: ANN001, ANN201
     """Oracle: (text, what matched, tokens used), by decoding every prefix."""
     for used in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:used])
@@ -138,7 +138,7 @@ def first_match(tokenizer, ids, stops, patterns, keep):  # noqa: ANN001, ANN201
         found = [(at + len(stop), at, stop) for stop in stops if (at := whole.find(stop)) >= 0]
         if found:
             end, at, stop = min(found)
-            return text[: {"": at, "include_stop_str_in_output": end}.get(keep)], stop, used
+            return text[: at if trim else end], stop, used
         for pattern in patterns:
             if re.search(pattern, whole):
                 return text, pattern, used
@@ -155,35 +155,34 @@ def test_stops_equal_decoding_every_prefix(made, name) -> None:  # noqa: ANN001
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         ids=st.builds(list.__add__, st.sampled_from(encoded), st.lists(st.sampled_from(pieces), max_size=4)),
-        cuts=st.lists(st.integers(0, 40), max_size=5),
-        keep=st.sampled_from(["", "include_stop_str_in_output", "no_stop_trim"]),
+        cuts=st.lists(st.integers(0, 40), max_size=5), trim=st.booleans(),
         patterns=st.lists(st.sampled_from([r"\be\w", r"[A-Z]", r"\d", r"o .", "q"]), min_size=1, max_size=2),
         stops=st.lists(st.sampled_from(["l", "e", " w", "o", "zz"]), max_size=2),
     )  # fmt: skip
-    def check(ids, cuts, keep, patterns, stops) -> None:  # noqa: ANN001
-        params = SamplingParams.of({"stop": stops, "stop_regex": patterns, **({keep: True} if keep else {})})
+    def check(ids, cuts, trim, patterns, stops) -> None:  # noqa: ANN001
+        params = SamplingParams.of({"stop": stops, "stop_regex": patterns, "no_stop_trim": not trim})
         detokenizer, text = Detokenizer(tokenizer, params), ""
         edges = [0, *sorted(min(c, len(ids)) for c in cuts), len(ids)]
         for a, b in zip(edges, edges[1:], strict=False):
             text += detokenizer.push(ids[a:b])
         text += detokenizer.finish()
         assert (text, detokenizer.matched, detokenizer.matched_tokens) == first_match(
-            tokenizer, ids, stops, patterns, keep
+            tokenizer, ids, stops, patterns, trim
         )
 
     check()
     run = [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in "ée".encode()]
     once: Any = check  # a run that is looked at before it has ended is read once
-    once.hypothesis.inner_test([id for id in run if id is not None], [1, 2], "", ["é{2}"], [])
+    once.hypothesis.inner_test([id for id in run if id is not None], [1, 2], True, ["é{2}"], [])
 
 
 def test_the_stop_token_is_kept_in_the_text_only_without_trimming(made) -> None:  # noqa: ANN001
     tokenizer = made("byte_level")[1]
     ids = tokenizer.encode("one two", add_special_tokens=False)
-    for keep in ({}, {"no_stop_trim": True}, {"include_stop_str_in_output": True}):
-        detokenizer = Detokenizer(tokenizer, SamplingParams.of(keep))
+    for trim in (True, False):
+        detokenizer = Detokenizer(tokenizer, SamplingParams.of({"no_stop_trim": not trim}))
         text = detokenizer.push(ids, trim_last=True) + detokenizer.finish()
-        assert text == tokenizer.decode(ids if keep else ids[:-1])
+        assert text == tokenizer.decode(ids[:-1] if trim else ids)
     regex = Detokenizer(tokenizer, SamplingParams.of({"stop_regex": r"two|wo|o$"}))
     text = regex.push(ids[:1]) + regex.push(ids[1:], trim_last=True) + regex.finish()
     assert regex.matched is not None and text == tokenizer.decode(ids[: regex.matched_tokens])
