@@ -340,6 +340,8 @@ def test_a_recorded_config_comes_back() -> None:
     assert restore(few, [], EVAL).seed == 0  # keys that were not recorded have their defaults
     again = restore(flat(config), ["seed=4", "task.stop=[c]", "numerics=fast", "sampling.top_k=null"], EVAL)
     assert (again.seed, again.task.stop, again.engine.numerics.value, again.task.data) == (4, ("c",), "fast", "${x}")
+    again = restore(flat(config), [r"task.extract=(\d+)", "model.path=~/m, n"], EVAL)  # as on every command line
+    assert (again.task.extract, again.engine.model.path) == (r"(\d+)", str(Path("~/m, n").expanduser()))
     for word, said in (
         ("sampling=greedy", "change single keys, such as sampling.max_new_tokens"),
         ("sampling.temprature=1", "did you mean sampling.temperature"),

@@ -31,7 +31,7 @@ from fengine.errors import ConfigError
 from fengine.eval.cli.command import TERMINATED
 from fengine.eval.cli.compose import compose, opened, parsed, point_of, writable
 from fengine.eval.cli.guard import LAUNCHERS, TEXT_KEYS, explained, unescaped, unknown
-from fengine.eval.cli.mistakes import quoted
+from fengine.eval.cli.mistakes import quoted, readable
 from fengine.eval.cli.schema import Point, Schema, leaves
 
 Work = Callable[[Point], int]  # a function of a module, or a partial of one, since it is pickled by name
@@ -75,8 +75,9 @@ def _literal(value: Any) -> Any:
 
 def _change(word: str, schema: Schema) -> tuple[str, Any]:
     """One key=value. Errors: ConfigError."""
-    (given,) = parsed([word], schema)
-    key, known = given.get_key_element(), leaves(schema.keys)
+    known = leaves(schema.keys)
+    (given,) = parsed([readable(word, False, [name for name in known if known[name] in (str, str | None)])], schema)
+    key = given.get_key_element()
     if given.type is not OverrideType.CHANGE or given.is_sweep_override():
         raise ConfigError(f"{word:.500}: a recorded config is changed by single values: key=value")
     if key not in known:
