@@ -265,6 +265,7 @@ class Service:
         """None if the engine answers now, else what is wrong. One probe at a time, whoever asks."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.get_running_loop().run_in_executor(None, self.engine.ping)
+            self._probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())  # if nobody waits on
         try:
             await asyncio.wait_for(asyncio.shield(self._probe), PROBE_SECONDS)
         except TimeoutError:

@@ -1,10 +1,15 @@
 """What the server counts of one request, by hand-made moments: each histogram measures between two of them."""
 
+import asyncio
+import gc
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fengine.errors import EngineDeadError
+from fengine.server import service
 from fengine.server.metrics import HISTOGRAMS, Meter
 
 SIZES = {"request_prompt_tokens": 7, "request_generation_tokens": 5, "request_params_n": 2,
@@ -38,3 +43,25 @@ def test_histograms_measure_between_the_moments_that_there_are(lacks: Any, told:
     assert meter.sums == {name: wanted[name] for name in HISTOGRAMS}
     assert sum(meter.counts["inter_token_latency_seconds"]) == (0 if set(lacks) & {"first_token", "finished"} else 4)
     assert meter.finished == {"length": 1}
+
+
+def test_a_probe_that_fails_behind_its_time_is_no_fault_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a replica that stands still until it is taken for dead."""
+    late, faults = threading.Event(), list[Any]()
+
+    def ping() -> None:
+        assert late.wait(30)
+        raise EngineDeadError("it gave no sign of life")
+
+    async def ask() -> str | None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+        server: Any = SimpleNamespace(_probe=None, engine=SimpleNamespace(ping=ping))
+        told = await service.Service.healthy(server)
+        late.set()
+        await asyncio.wait({server._probe})
+        return told
+
+    monkeypatch.setattr(service, "PROBE_SECONDS", 0.0)
+    assert "has not answered" in str(asyncio.run(ask()))
+    gc.collect()
+    assert faults == []
