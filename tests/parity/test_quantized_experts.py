@@ -13,7 +13,9 @@ from test_columns import logits_of, on_ranks
 from test_quantized import TOKENS, floats, fp8, keep, load, logits
 from torch import Tensor
 
+from fengine import Engine
 from fengine.config import LoadFormat
+from fengine.errors import UnsupportedFeatureError
 from fengine.models.quantization import chosen
 from fengine.models.spec import ModelSpec
 from fengine.ops import linear, w8a8
@@ -116,6 +118,16 @@ def test_weights_alone_in_fp8_are_the_dequantized_model(case: str, tmp_path: Pat
     (params, spec), (plain, plain_spec) = load(few), load(dense)
     for tokens in (1, 23):
         assert torch.equal(logits(params, spec, tokens), logits(plain, plain_spec, tokens))
+
+
+def test_experts_in_few_bits_are_not_told_as_absent(tmp_path: Path) -> None:
+    """Those of gpt-oss have a name without an end."""
+    path, name = tiny_checkpoints.write(tmp_path, "gpt_oss", dtype=torch.bfloat16), "model.layers.0.mlp.experts.{}"
+    facts: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_total_tokens": 64}
+    with Engine(model_path=str(path), quantization="w8a8_fp8", **facts) as engine:
+        assert engine.get_weights_by_name(name.format("down_proj_bias")) and not engine.get_weights_by_name("no")
+        with pytest.raises(UnsupportedFeatureError, match="in few bits"):
+            engine.get_weights_by_name(name.format("down_proj"))
 
 
 def test_what_a_router_says_stays_in_16_bits(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ class WeightUpdates:
         out: list[Any] = []
         for part in self.live.fused.get(name, (name,)):
             found = self.read_tensor(part, rows - len(out))
-            if found is None and f"{part.rpartition('.')[0]}.weight" in self.live.few_bits:
+            if found is None and {part, f"{part.rpartition('.')[0]}.weight"} & self.live.few_bits.keys():
                 raise UnsupportedFeatureError(f"{part!r} is in few bits: read it from the files of the checkpoint.")
             if found is None:
                 return None
