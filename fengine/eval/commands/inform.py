@@ -14,7 +14,7 @@ from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli.command import OK, number, parse, whole
 from fengine.eval.cli.engines import devices, model_families
 from fengine.eval.cli.schema import conf_dir
-from fengine.eval.cli.view import place, say
+from fengine.eval.cli.view import count, place, say
 from fengine.eval.report.page import page, report_data
 from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs.folder import write_file
@@ -123,7 +123,7 @@ def replay_steps(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         raise ConfigError(f"fengine replay takes one file, got {len(argv)} arguments; see fengine replay --help")
     requests, steps = replay(Path(argv[0]))
-    say(f"{requests:,} requests, {steps:,} steps: each is scheduled as it was, and reads its own KV")
+    say(f"{count(requests, 'request')}, {count(steps, 'step')}: each is scheduled as it was, and reads its own KV")
     return OK
 
 

@@ -100,9 +100,9 @@ def timeline(path: Path, budget: int) -> tuple[list[dict[str, Any]], list[str]]:
         f"trace.json is damaged: {reader.damaged:,} of its events are left out": reader.damaged,
         first: dropped,
         "trace.json has no event that can be drawn": not sessions and not reader.damaged,
-        "the trace tells of requests only; a run with trace=steps also shows steps and pages": not steps
-        and (sessions or reader.damaged),
-    }
+        "the trace tells of requests only; a run with trace=steps also shows steps and pages":
+            not steps and (sessions or reader.damaged),
+    }  # fmt: skip
     return [session.as_dict() for session in sessions], [note for note, holds in notes.items() if holds]
 
 

@@ -104,32 +104,30 @@ def _data(config: TaskConfig) -> dict[str, bool]:
     """Problem -> whether it is one, of where rows come from. Pure."""
     drawn, inline = config.format is Format.drawn, config.prompts is not None
     return {
-        "task.format=drawn takes a seed, task.data=0, and how many rows: task.limit=100": drawn
-        and not (config.limit and (config.data or "").isdecimal()),
+        "task.format=drawn takes a seed, task.data=0, and how many rows: task.limit=100":
+            drawn and not (config.limit and (config.data or "").isdecimal()),
         "task.prompts is for task.format=prompts": inline and config.format is not Format.prompts,
         "task.data must name the rows: task.data=FILE.jsonl": not inline and not (config.data or "").strip(),
-        "task.split and task.subset are of a dataset of Hugging Face: task.format=hf": config.format is not Format.hf
-        and (config.split, config.subset) != (TaskConfig.split, TaskConfig.subset),
-        "task.format=batch is that of `fengine batch`, which scores nothing": config.format is Format.batch
-        and (config.match is not Match.none or config.judge.prompt is not None),
-        "task.format=openai holds requests to generate; kind=choice needs a prompt and choices": config.kind
-        is TaskKind.choice
-        and config.format is Format.openai,
-    }
+        "task.split and task.subset are of a dataset of Hugging Face: task.format=hf":
+            config.format is not Format.hf and (config.split, config.subset) != (TaskConfig.split, TaskConfig.subset),
+        "task.format=batch is that of `fengine batch`, which scores nothing":
+            config.format is Format.batch and (config.match is not Match.none or config.judge.prompt is not None),
+        "task.format=openai holds requests to generate; kind=choice needs a prompt and choices":
+            config.kind is TaskKind.choice and config.format is Format.openai,
+    }  # fmt: skip
 
 
 def _kind(config: TaskConfig) -> dict[str, bool]:
     """Problem -> whether it is one, of what is computed and compared. Pure."""
     generates, compared = config.kind is TaskKind.generate, config.match is not Match.none
     return {
-        "task.target must name the reference's column, or set task.match=none": config.target is None
-        and (compared or not generates),
-        "task.judge.response brings the answers: leave out task.prompt, task.shots, task.samples": bool(
-            config.judge.response and (config.prompt or config.shots or config.samples > 1)
-        ),
-        "task.vote is for several samples that are compared: set task.samples and task.match": config.vote
-        and (config.samples < 2 or not compared),
-    }
+        "task.target must name the reference's column, or set task.match=none":
+            config.target is None and (compared or not generates),
+        "task.judge.response brings the answers: leave out task.prompt, task.shots, task.samples":
+            bool(config.judge.response and (config.prompt or config.shots or config.samples > 1)),
+        "task.vote is for several samples that are compared: set task.samples and task.match":
+            config.vote and (config.samples < 2 or not compared),
+    }  # fmt: skip
 
 
 def _of_kinds(config: TaskConfig) -> dict[str, bool]:
@@ -139,15 +137,14 @@ def _of_kinds(config: TaskConfig) -> dict[str, bool]:
             and getattr(config, name) not in (getattr(plain, name), Match.none)]  # fmt: skip
     return {
         **{f"task.{name} is for {' and '.join(f'kind={kind.value}' for kind in KINDS[name])}": True for name in idle},
-        "task.select says which match of task.extract counts: set that, too": config.select is not TaskConfig.select
-        and config.extract is None,
-        "task.delimiter is for kind=choice and for task.shots": config.kind is TaskKind.generate
-        and not shots
-        and config.delimiter != TaskConfig.delimiter,
-        "task.shots needs task.examples=FILE.jsonl, a template: task.prompt, and references: task.target": shots
-        and not (config.examples and config.prompt and config.target),
+        "task.select says which match of task.extract counts: set that, too":
+            config.select is not TaskConfig.select and config.extract is None,
+        "task.delimiter is for kind=choice and for task.shots":
+            config.kind is TaskKind.generate and not shots and config.delimiter != TaskConfig.delimiter,
+        "task.shots needs task.examples=FILE.jsonl, a template: task.prompt, and references: task.target":
+            shots and not (config.examples and config.prompt and config.target),
         "task.examples is shown by task.shots=N": config.examples is not None and not shots,
-    }
+    }  # fmt: skip
 
 
 def _bounds(config: TaskConfig) -> dict[str, bool]:
