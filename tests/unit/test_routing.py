@@ -28,7 +28,7 @@ from fengine.engine.parallel.progress import progress, take
 from fengine.engine.parallel.remote import RemoteUpdates
 from fengine.engine.parallel.replicas import Replicas, joined
 from fengine.engine.parallel.routing import BLOCK, SLACK, STARTS, Replica, chosen, prefix_keys
-from fengine.engine.request_state import RequestOutput, RequestState
+from fengine.engine.request_state import RequestOutput, RequestState, version_spans
 from fengine.errors import EngineBusyError, EngineDeadError
 
 REFUSED: set[str] = set()  # versions whose files are not there
@@ -241,6 +241,10 @@ def test_who_comes_back_is_told_what_holds(calls: Calls, monkeypatch: pytest.Mon
     for rid in (here, there, calls.submit([3], dp_rank=1)):
         calls.finish(rid)
         assert calls.states[rid].error is None
+    calls.process(1).answer = lambda _: calls.process(1).ended("was ended by SIGKILL")
+    assert calls.core.call("pause") == {"rank": 0}  # who dies by then hears it when it is back
+    calls.process(1).hear({"ready": {"pool_tokens": 64}})
+    assert calls.process(1).asked() == ["label_weights", "pause"]
 
 
 @pytest.mark.parametrize("calls", [True], indirect=True)
@@ -450,6 +454,8 @@ def test_requests_wait_for_who_comes_back(calls: Calls, monkeypatch: pytest.Monk
     assert {calls.ended.get(timeout=30) for _ in ended} == {calls.states[rid] for rid in ended}
     told = [calls.states[rid].request.finish for rid in ended]
     assert told == [{"type": "abort", "message": ABORTED}] * 4 and calls.ended.empty()
+    versions = [version_spans(calls.states[rid].request, 0) for rid in ended[:3]]  # as their callers read them
+    assert versions == [[{"version": "default", "start": 0, "end": 0}]] * 3
     assert [calls.place(rid) for rid in (old, rids[2])] == [1, 1]
 
 

@@ -167,7 +167,8 @@ class Replicas:
                 if part == "memory":
                     self._routes.hold(idle=name == "release")
                 trial = self._kept.begin(command)
-                asked = [(each, self._ask(each, command)[0]) for each in self.replicas if each.facts]
+                there = {each: each.child for each in self.replicas if each.facts}
+                asked = [(each, self._ask(each, command)[0]) for each in there]
 
             @held.callback
             def finish() -> None:
@@ -182,7 +183,10 @@ class Replicas:
             except BaseException:  # whoever asked is interrupted: they are told all the same, before another change is
                 threading.Thread(target=held.pop_all().close, name="fengine-answers", daemon=True).start()
                 raise
-        return joined([answer.result() for _, answer in asked])
+        left = [answer for each, answer in asked if each.facts and each.child is there[each]]
+        if not left or not self.config.parallel.dp_restart:  # which tells one that has died meanwhile when it is back
+            left = [answer for _, answer in asked]
+        return joined([answer.result() for answer in left])
 
     def _all_caught_up(self) -> bool:
         """Nobody is told what holds any more, but if all have ended: what is asked comes behind that."""

@@ -216,8 +216,10 @@ class Routes:
     def _abort(self, state: RequestState) -> None:
         """One that no process has."""
         self._tries.pop(state, None)
-        state.request.finish = {"type": "abort", "message": ABORTED}
-        self.requests.landed([state.request])
+        request, version = state.request, self.replicas[0].told.get("weight_version", "default")
+        request.versions = request.versions or ((version, 0),)
+        request.finish = {"type": "abort", "message": ABORTED}
+        self.requests.landed([request])
 
     def end(self, meant: Mapping[str, RequestState]) -> None:
         """Those that are meant."""
