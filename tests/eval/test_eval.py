@@ -540,7 +540,7 @@ def test_duplicate_ids(engines: list[FakeEngine], capsys: pytest.CaptureFixture[
         (["task=jsonl", "task.data=rows.jsonl", "+task._target_=os.system"], "_target_ is refused"),
         (["task=jsonl", "task.data=rows.jsonl", "+x={a: [{_target_: os.system}]}"], "_target_ is refused"),
         (["task=jsonl", "task.data=rows.jsonl", "task.promt=x"], "did you mean task.prompt"),
-        (["task=jsonl", "task.data=rows.jsonl", "out=rows.jsonl"], "is a file"),
+        (["task=jsonl", "task.data=rows.jsonl", "out=rows.jsonl"], "out must name a folder, got 'rows.jsonl'"),
         (["task=jsonl", "task.data=rows.jsonl", "out=other"], "is not a run's"),
         (["task=jsonl", "task.data=rows.jsonl", "journal.sync_rows=0"], "sync_rows must be"),
     ],
