@@ -147,7 +147,7 @@ class Groups:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._ended = Future[None]()  # done when those who join are to wait no more
+        self._ended: Future[Any] = Future()  # done when those who join are to wait no more
         self._groups: dict[str, UpdateGroup | None] = {}  # None: it is being joined
         self._lock = threading.Lock()  # never held while anybody waits for other ranks
 
@@ -158,7 +158,7 @@ class Groups:
             if name in self._groups:
                 raise GroupError(f"group {name!r} exists: destroy it first, or choose another name")
             self._groups[name], ended = None, self._ended
-        made, seconds, kept = Future[UpdateGroup](), timedelta(seconds=timeout), False
+        made, seconds, kept = Future[Any](), timedelta(seconds=timeout), False
         given = (address, port, rank, world_size, name, backend, self._device, seconds)
         threading.Thread(target=_settle, args=(made, *given), name="fengine-join", daemon=True).start()
         try:
