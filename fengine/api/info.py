@@ -139,7 +139,7 @@ def get_load(engine: HasContext) -> list[dict[str, Any]]:
 
 
 def _load(parts: Parts, rank: int, stats: dict[str, Any]) -> dict[str, Any]:
-    tokens = stats["pages_used"] * (parts.config.cache.page_size or 16)
+    tokens = stats["pages_used"] * parts.config.cache.page
     requests, usage = stats["running"] + stats["waiting"], stats["pages_used"] / max(1, stats["pages_total"])
     return {
         "dp_rank": rank, "num_reqs": requests, "num_waiting_reqs": stats["waiting"], "num_tokens": tokens,

@@ -170,18 +170,18 @@ def _resolved(config: EngineConfig, *, gpu: bool) -> dict[str, Any]:
     rows = rows if scheduler.max_running_requests else min(rows, tokens)
     overlap = gpu if scheduler.overlap is None else scheduler.overlap
     compiled = gpu and not compiling.cuda_graph if compiling.enabled is None else compiling.enabled
+    page_size = cache.page_size or (64 if gpu else 16)  # 16 on a CPU: as fast as larger ones, with more prefix hits
     return {
-        # pages of 16 tokens on a CPU: as fast as larger ones, with more prefix hits
-        "cache": replace(cache, page_size=cache.page_size or (64 if gpu else 16)),
+        "cache": replace(cache, page_size=page_size),
         "scheduler": replace(scheduler, max_running_requests=rows, max_step_tokens=tokens, overlap=overlap),
         "compile": replace(compiling, enabled=compiled),
-        "speculation": _resolved_drafts(drafts, tokens, gpu),
+        "speculation": _resolved_drafts(drafts, tokens, page_size, gpu),
     }
 
 
-def _resolved_drafts(drafts: SpeculationConfig, tokens: int, gpu: bool) -> SpeculationConfig:
+def _resolved_drafts(drafts: SpeculationConfig, tokens: int, page_size: int, gpu: bool) -> SpeculationConfig:
     """For steps of so many tokens. Pure."""
-    most, step_tokens = (6, 128) if drafts.algorithm.drafts else (16, 64)  # more tokens take a step longer
+    most, step_tokens = (min(6, page_size), 128) if drafts.algorithm.drafts else (16, 64)  # more take a step longer
     step_tokens = drafts.step_tokens or (step_tokens if gpu else 16)
     most = drafts.num_draft_tokens or most
     return replace(drafts, num_draft_tokens=most, step_tokens=min(step_tokens, tokens))

@@ -74,6 +74,12 @@ class CacheConfig:
     prefix_cache: bool = True
     kv_cache_dtype: str = "auto"
 
+    @property
+    def page(self) -> int:
+        """`page_size`, once that of the device stands where none was given."""
+        assert self.page_size is not None
+        return self.page_size
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:

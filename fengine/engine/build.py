@@ -122,7 +122,7 @@ def assemble(
     config: EngineConfig, loaded: Loaded, features: Features, ranks: Ranks | None = None, *, started: float
 ) -> Parts:
     """The running engine over a loaded model. `started`: when its start began, of `time.perf_counter`."""
-    compiles, spec, page_size = compile_count(), loaded.spec, config.cache.page_size or 16
+    compiles, spec, page_size = compile_count(), loaded.spec, config.cache.page
     speculation = features.speculation(config, spec, loaded.params)
     if speculation is not None:
         loaded = replace(loaded, spec=replace(spec, feature_layers=speculation.feature_layers))
@@ -160,7 +160,7 @@ def kv_maker(
     config: EngineConfig, spec: ModelSpec, worker: Worker, speculation: Speculation | None = None
 ) -> Callable[[], KVState]:
     """Of empty KV states as the worker's first, a draft's beside it. It does not name the worker, which keeps that."""
-    spec, page_size, device = spec.part(config.parallel.tp_size), config.cache.page_size or 16, device_of(config)
+    spec, page_size, device = spec.part(config.parallel.tp_size), config.cache.page, device_of(config)
     size, kv_dtype, input_batch, tokens = worker.size, worker.kv_dtype, worker.input_batch, worker.runner.last_token_R
 
     def new_kv() -> KVState:
@@ -178,7 +178,7 @@ def make_scheduler(
 ) -> Scheduler:  # fmt: skip
     """The scheduler over a pool of that size. Errors: StorageError if its steps cannot be recorded; ConfigError."""
     pool = PagePool(size.pages) if size.windows is None else WindowPages(size.pages, size.windows)
-    page_size = config.cache.page_size or 16
+    page_size = config.cache.page
     record = config.scheduler.record
     return (Scheduler if record is None else partial(RecordedScheduler, Path(record)))(
         pool, PrefixCache(pool, page_size) if config.cache.prefix_cache and spec.causal else None, page_size=page_size,

@@ -59,7 +59,7 @@ def make_worker(
     config: EngineConfig, loaded: Loaded, features: Features, group: Group | None, kv_bytes: int = 0
 ) -> Worker:
     """Compiled and warm; a token of the pool takes `kv_bytes` beside its keys and values. Errors: as `build`."""
-    spec, page_size = loaded.spec, config.cache.page_size or 16
+    spec, page_size = loaded.spec, config.cache.page
     refuse_unbuilt_shape(spec, device_of(config), activation_dtype(loaded.params))
     adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir), group)
     slots = 0 if adapters is None else adapters.slots
@@ -100,7 +100,7 @@ def make_runner(
     return CudaRunner(
         loaded.params, forward, unembed, stages, tokens=tokens, vocab=loaded.spec.vocab_size,
         rows=max(rows, 0 if drafts.algorithm is Algorithm.none else drafts.step_tokens or 0), guesses=guesses,
-        width=-(-loaded.context_length // (config.cache.page_size or 16)), graphs=config.compile.cuda_graph,
+        width=-(-loaded.context_length // config.cache.page), graphs=config.compile.cuda_graph,
         prefill_graphs=config.compile.prefill_graphs, graph_rows=config.compile.graph_rows,
         device=device_of(config), adapter_slots=slots, sampler=sampler, images=letters_of(loaded.spec),
         grouped=grouped,
@@ -112,7 +112,7 @@ def ready(
     least: Callable[[int], int] = int, kv_bytes: int = 0,
 ) -> tuple[PoolSize, KVState, float]:  # fmt: skip
     """Compiles and captures, and makes the KV pool: its size, itself, and the seconds for it. Errors: as `build`."""
-    rows, page_size = config.scheduler.max_running_requests or 1, config.cache.page_size or 16
+    rows, page_size = config.scheduler.max_running_requests or 1, config.cache.page
     spec, device, activations = loaded.spec.part(config.parallel.tp_size), device_of(config), 0
     with _faults_of_start(config):
         if isinstance(runner, CudaRunner):

@@ -93,7 +93,7 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
         return Speculation(ngram, most, tokens, target.vocab_size, 1 << 30 if drafts.ngram_first else 0)
     rows = max(min(tokens // 2, EXPERT_ROWS if target.experts else tokens), 1)
     model = DraftModel(
-        head, kv_dtype, config.cache.page_size or 16, most, cost, rows,
+        head, kv_dtype, config.cache.page, most, cost, rows,
         config.compile.cuda_graph and device_of(config) != "cpu",
     )  # fmt: skip
     least = max(drafts.ngram_min_match, LONG_COPY)

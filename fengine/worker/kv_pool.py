@@ -45,7 +45,7 @@ def windows_of(config: EngineConfig, spec: ModelSpec, context: int) -> Windows |
     """How pages of windowed layers go back while a request runs; its number of them is not known yet. Pure. None: no
     token leaves anything behind, or a draft's own KV, which rank 0 alone has, lies under ids that only windows have."""
     alone = len(spec.window_layers) == spec.num_layers
-    page_size, step_tokens = config.cache.page_size or 16, config.scheduler.max_step_tokens or 1
+    page_size, step_tokens = config.cache.page, config.scheduler.max_step_tokens or 1
     drafts = config.speculation.algorithm.drafts
     windows = Windows(spec.window, block_of(spec.head_dim), page_size, 0, step_tokens, alone)
     if not spec.causal or not spec.window or not windows.window_start(context) or (alone and drafts):
@@ -62,7 +62,7 @@ def pool_size(
     Windowed layers get what all rows need at once and a share for cached prefixes, but no more than full layers. If
     there are no full ones, rows are bound by what windows hold: there are more page ids than pages.
     Errors: OutOfMemoryError naming the knobs."""
-    page_size = config.cache.page_size or 16
+    page_size = config.cache.page
     most = rows * (-(-context // page_size))  # more could never be used at once
     windows, asked = windows_of(config, spec, context), config.cache.max_total_tokens
     need = 0 if windows is None else rows * windows.least + windows.step_tokens // page_size

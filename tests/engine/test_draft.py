@@ -55,7 +55,9 @@ def broken(tmp_path_factory: Folder, stranger: str) -> str:
     return str(folder)
 
 
-def answers(path: str, draft_model: str | None, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
+def answers(
+    path: str, draft_model: str | None, page_size: int = 8, **settings: Any
+) -> tuple[list[Any], dict[str, Any]]:
     """(of each request its tokens with logprobs and how it ended, the engine's counters). Cold and over a cache."""
     guess: dict[str, Any] = {} if draft_model is None else {
         "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft_model,
@@ -66,7 +68,7 @@ def answers(path: str, draft_model: str | None, **settings: Any) -> tuple[list[A
         {"temperature": 0.8 * (i % 3), "max_new_tokens": 30, "top_p": 0.95, "ignore_eos": True} for i in range(len(IDS))
     ]
     params[1]["stop_token_ids"], params[2]["repetition_penalty"] = [17, 40], 1.2
-    with Engine(model_path=path, skip_tokenizer_init=True, page_size=8, **guess) as engine:
+    with Engine(model_path=path, skip_tokenizer_init=True, page_size=page_size, **guess) as engine:
         found: list[Any] = []
         for _ in range(2):
             found += engine.generate(input_ids=IDS, sampling_params=params, return_logprob=True)
@@ -192,6 +194,11 @@ def test_a_long_prompt_is_caught_up_with_in_pieces(
     found, stats = answers(target, target, speculative_num_steps=3)
     assert found == want
     assert stats["draft_tokens"] == stats["correct_draft_tokens"] > 60
+
+
+def test_where_pages_are_small_the_usual_number_of_guesses_is_that_of_a_page(target: str, want: list[Any]) -> None:
+    found, stats = answers(target, target, page_size=2)
+    assert found == want and stats["draft_tokens"] == stats["correct_draft_tokens"] > 60
 
 
 def test_bad_settings_are_refused_by_name(target: str, tmp_path: Path) -> None:
