@@ -36,7 +36,11 @@ LAUNCHERS = {
 # The parts of Hydra's own config by which a file could make Hydra import or call something: key, only value, reason.
 FIXED_HYDRA: tuple[tuple[str, Any, str], ...] = (
     ("callbacks", {}, "callbacks are not supported"),
-    ("job_logging", NO_LOGGING, "it is fixed; a primary config of your own begins with defaults: [config, _self_]"),
+    (
+        "job_logging",
+        NO_LOGGING,
+        "logging is fixed; a primary config of your own begins with defaults: [config, _self_]",
+    ),
     ("hydra_logging", NO_LOGGING, "logging is fixed"),
     ("runtime.choices.hydra/sweeper", "basic", IN_PROCESS),
     ("job.env_set", {}, "set environment variables in the shell"),

@@ -78,10 +78,12 @@ def facts() -> dict[str, Any]:
     """Facts about this machine by name, as JSON's values: what a manifest has."""
     there, around, seen = provenance.packages(), manifest.surroundings(), devices()
     checkout = provenance.checkout()
-    commit = checkout and checkout["commit"][:12] + (" and changes" if checkout["dirty"] else "")
-    found = {"fengine": manifest.versions()["fengine"], "commit": commit, "code": manifest.code_digest()[:16]}
-    found |= {"python": f"{around['python']} ({platform.python_implementation()})", "system": around["system"]}
-    return found | {
+    return {
+        "fengine": manifest.versions()["fengine"],
+        "commit": checkout and checkout["commit"][:12] + (" and changes" if checkout["dirty"] else ""),
+        "code": manifest.code_digest()[:16],
+        "python": f"{around['python']} ({platform.python_implementation()})",
+        "system": around["system"],
         "cpu": f"{manifest.cpu_name()}, {around['cpus']} cores",
         **seen,
         "compiler": _or_error(lambda: " ".join(map(str, (shutil.which(find_compiler()[0]), *find_compiler()[1:])))),

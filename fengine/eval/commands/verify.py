@@ -134,12 +134,21 @@ class Verification:
 
     def as_dict(self, verdict: str, good: bool, started: str) -> dict[str, Any]:
         """The content of verify.json."""
-        sample = {"fraction": self.fraction, "seed": self.seed, "rows": len(self.numbers), "of": len(self.records)}
-        place = {"versions": manifest.versions(), "git": provenance.checkout(), "cpu": manifest.cpu_name()}
-        found = {"fengine_verify": 1, "run_id": (self.records.manifest.get("origin") or {}).get("run_id")}
-        found |= {"outputs_sha256": self.records.result.get("outputs_sha256"), "verdict": verdict, "identical": good}
-        found |= {"sample": sample, "notes": self.notes, "layouts": [one.as_dict() for one in self.verdicts]}
-        return found | {"environment": place, "started": started, "ended": now()}
+        return {
+            "fengine_verify": 1,
+            "run_id": (self.records.manifest.get("origin") or {}).get("run_id"),
+            "outputs_sha256": self.records.result.get("outputs_sha256"),
+            "verdict": verdict,
+            "identical": good,
+            "sample": {
+                "fraction": self.fraction, "seed": self.seed, "rows": len(self.numbers), "of": len(self.records)
+            },
+            "notes": self.notes,
+            "layouts": [one.as_dict() for one in self.verdicts],
+            "environment": {"versions": manifest.versions(), "git": provenance.checkout(), "cpu": manifest.cpu_name()},
+            "started": started,
+            "ended": now(),
+        }  # fmt: skip
 
     def _layout(self, name: str) -> LayoutVerdict:
         """Errors: EngineDeadError, EngineClosedError, StorageError; whatever opening the run's own engine raises."""

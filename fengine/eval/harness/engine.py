@@ -50,11 +50,20 @@ def engine_facts(engine: Engine, adapter: str | None = None) -> dict[str, Any]:
     info, digests = engine.get_model_info(), file_digests(model_directory(engine.config.model))
     weights = {name: digest for name, digest in digests.items() if name.endswith(".safetensors")}
     adapted = {} if adapter is None else {"adapter": adapter, "adapters": adapter_digests(engine.config.lora)}
-    own = {"version": __version__, "code_sha256": code_digest(), "model_files": digests}
-    own |= {"weight_version": info["weight_version"], **adapted, **in_force(engine, adapter)}
-    found = {"model_num_parameters": info["num_parameters"], "model_dtype": ", ".join(info["weight_dtypes"])}
-    found |= {"model_revision": engine.server_args.revision or "", "model_sha": canonical(weights)}
-    return found | {"fengine": own}
+    return {
+        "model_num_parameters": info["num_parameters"],
+        "model_dtype": ", ".join(info["weight_dtypes"]),
+        "model_revision": engine.server_args.revision or "",
+        "model_sha": canonical(weights),
+        "fengine": {
+            "version": __version__,
+            "code_sha256": code_digest(),
+            "model_files": digests,
+            "weight_version": info["weight_version"],
+            **adapted,
+            **in_force(engine, adapter),
+        },
+    }
 
 
 def template_digest(template: str | None) -> str:

@@ -157,9 +157,14 @@ def plan(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], window: int) -> t
 
 def arguments(reads: Sequence[PromptRead]) -> dict[str, Any]:
     """What `Engine.generate` is called with. Pure."""
-    asked = {"input_ids": [list(read.ids) for read in reads], "token_ids_logprob": [read.lasts for read in reads]}
-    asked |= {"logprob_start_len": [read.start - 1 if read.start < len(read.ids) else -1 for read in reads]}
-    return asked | {"sampling_params": dict(NOTHING_DRAWN), "return_logprob": True, "top_logprobs_num": 1}
+    return {
+        "input_ids": [list(read.ids) for read in reads],
+        "sampling_params": dict(NOTHING_DRAWN),
+        "return_logprob": True,
+        "logprob_start_len": [read.start - 1 if read.start < len(read.ids) else -1 for read in reads],
+        "top_logprobs_num": 1,
+        "token_ids_logprob": [read.lasts for read in reads],
+    }
 
 
 def scores(read: PromptRead, meta: dict[str, Any]) -> Iterator[tuple[int, tuple[float, bool]]]:

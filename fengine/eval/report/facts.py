@@ -38,16 +38,27 @@ def overview(records: Records, counts: dict[str, int], score: str | None) -> dic
     if metrics is None and records.result:
         notes.append(f"{METRICS} is missing")
     sessions = [{key: cut(told(one[key]), 200) for key in SESSION if one.get(key)} for one in manifest["sessions"]]
-    place, config = records.folder.resolve(), identity["config"]
-    found = {"name": place.name, "folder": public(str(place)), "model": model_of(identity), "brief": brief(records)}
-    found |= {"task": [cut(told(identity["task"].get(key, "?")), 200) for key in ("name", "version")]}
-    found |= {"target": config.get("task.target") if score else None, "group_by": config.get("task.group_by")}
-    found |= {"finished": records.finished, "rows": records.rows, "here": len(records)}
-    found |= {"counts": counts, "score": score, "metrics": figures(metrics)}
-    found |= {"totals": {"outputs_sha256": scalar(records.result.get("outputs_sha256"))}}
-    found |= {"verify": None if verify is None else {cut(k, 100): plain(v) for k, v in verify.items()}}
-    found |= {"facts": facts(identity, manifest.get("in_force")), "commands": commands(manifest, records.folder)}
-    return found | {"sessions": sessions, "notes": notes}
+    return {
+        "name": records.folder.resolve().name,
+        "folder": public(str(records.folder.resolve())),
+        "task": [cut(told(identity["task"].get(key, "?")), 200) for key in ("name", "version")],
+        "model": model_of(identity),
+        "brief": brief(records),
+        "target": identity["config"].get("task.target") if score else None,
+        "group_by": identity["config"].get("task.group_by"),
+        "finished": records.finished,
+        "rows": records.rows,
+        "here": len(records),
+        "counts": counts,
+        "score": score,
+        "totals": {"outputs_sha256": scalar(records.result.get("outputs_sha256"))},
+        "metrics": figures(metrics),
+        "verify": None if verify is None else {cut(k, 100): plain(v) for k, v in verify.items()},
+        "facts": facts(identity, manifest.get("in_force")),
+        "sessions": sessions,
+        "commands": commands(manifest, records.folder),
+        "notes": notes,
+    }
 
 
 def model_of(identity: dict[str, Any]) -> str:

@@ -75,8 +75,9 @@ def chosen(kinds: Sequence[int], most: int) -> list[int]:
     shares = [min(len(group), most // 3) for group in groups]
     for i, group in enumerate(groups):
         shares[i] += min(len(group) - shares[i], most - sum(shares))
-    pairs = zip(groups, shares, strict=True)
-    return sorted(group[i * len(group) // share] for group, share in pairs for i in range(share))
+    return sorted(
+        group[i * len(group) // share] for group, share in zip(groups, shares, strict=True) for i in range(share)
+    )
 
 
 def why(kinds: Sequence[int], kept: Sequence[int]) -> str | None:
@@ -157,9 +158,13 @@ def item(record: dict[str, Any], place: int, cap: int | None = None) -> dict[str
     STRANGE."""
     most, prompts = None if cap is None else CHARS * cap, []
     answers = [_answer(one, prompts, cap) for one in record.get("answers", ())[:cap]]
-    shown: dict[str, Any] = {"n": place, "s": kind_of(record), "i": cut(record["id"], ID), "a": answers} | {
+    shown: dict[str, Any] = {
+        "n": place,
+        "s": kind_of(record),
+        "i": cut(record["id"], ID),
         "d": _columns(record, {prompt for prompt in prompts if isinstance(prompt, str)}, cap, most),
         "p": [cut(p, most) if isinstance(p, str) else list(map(_token, p[:cap])) for p in prompts],
+        "a": answers,
         "sc": {cut(k, ID): _score(v, most) for k, v in list(record.get("scores", {}).items())[:cap]},
     }
     if "error" in record:
@@ -170,9 +175,12 @@ def item(record: dict[str, Any], place: int, cap: int | None = None) -> dict[str
 def _columns(record: dict[str, Any], texts: set[str], cap: int | None, most: int | None) -> list[list[str]]:
     """Those that tell more than id and prompts, `texts`. Pure."""
     columns = [(k, v) for k, v in (record.get("data") or {}).items() if v not in (record["id"], None)]
-    kept = [(k, told(v)) for k, v in columns[:cap] if not (isinstance(v, str) and v in texts)]
-    brief = [(k, _BASE64.sub(lambda f: f"{f[1]}… ({len(f[2]) * 3 // 4:,} bytes)", text)) for k, text in kept]
-    return [[cut(k, ID), cut(text, most)] for k, text in brief]
+    kept = [(k, _BASE64.sub(_bytes_told, told(v))) for k, v in columns[:cap] if not (isinstance(v, str) and v in texts)]
+    return [[cut(k, ID), cut(text, most)] for k, text in kept]
+
+
+def _bytes_told(found: re.Match[str]) -> str:
+    return f"{found[1]}… ({len(found[2]) * 3 // 4:,} bytes)"
 
 
 def _answer(answer: dict[str, Any], prompts: list[Any], cap: int | None) -> dict[str, Any]:
@@ -181,9 +189,13 @@ def _answer(answer: dict[str, Any], prompts: list[Any], cap: int | None) -> dict
     prompt, ids = answer.get("prompt", ""), answer["output_ids"]
     if prompt not in prompts:
         prompts.append(prompt)
-    text = cut(answer["text"], None if cap is None else CHARS * cap)
-    shown: dict[str, Any] = {"p": prompts.index(prompt), "t": text, "k": ids[:cap]}
-    shown |= {"l": list(map(number, answer["logprobs"][:cap])), "f": _finish(answer.get("finish_reason"))}
+    shown: dict[str, Any] = {
+        "p": prompts.index(prompt),
+        "t": cut(answer["text"], None if cap is None else CHARS * cap),
+        "k": ids[:cap],
+        "l": [number(value) for value in answer["logprobs"][:cap]],
+        "f": _finish(answer.get("finish_reason")),
+    }
     if cap is not None and len(ids) > cap:
         shown["m"] = len(ids)
     if "sampling_seed" in answer:

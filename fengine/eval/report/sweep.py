@@ -82,18 +82,32 @@ def assembled(folder: Path, points: Sequence[SweptRun], names: dict[str, str]) -
     tasks = {told(point.identity.get("task")) for point in points if point.problem is None}
     short = ["task.name", *short] if len(tasks) > 1 else short or keys
     shown = [_overview(point, short, names) for point in points]
-    folded = _folded([one for one in shown if one["problem"] is None])
-    found = {"folder": public(str(folder.resolve())), "keys": short, "points": shown, "folded": folded}
-    return found | {"grid": _grid(points)} | _deltas(points)
+    return {
+        "folder": public(str(folder.resolve())),
+        "keys": short,
+        "points": shown,
+        "folded": _folded([one for one in shown if one["problem"] is None]),
+        **_deltas(points),
+        "grid": _grid(points),
+    }
 
 
 def _overview(point: SweptRun, keys: Sequence[str], names: dict[str, str]) -> dict[str, Any]:
     values = [[key, scalar(point.config[key]) if key in point.config else None] for key in keys]
     label = "  ".join(f"{_word(key)}={told(value)}" for key, value in values)
-    found: dict[str, Any] = {name: getattr(point, name) for name in ("problem", "finished", "rows", "notes")}
-    found |= {"name": cut(names.get(point.folder.name) or label or point.folder.name, 200), "values": values}
-    found |= {"folder": point.folder.name, "task": _task_name(point), "counts": point.seen.counts()}
-    return found | {"metrics": figures(object_in(point.folder / METRICS)) if point.problem is None else []}
+    return {
+        "name": cut(names.get(point.folder.name) or label or point.folder.name, 200),
+        "folder": point.folder.name,
+        "task": _task_name(point),
+        "input": cut(told((point.identity.get("input") or {}).get("sha256", "")), 100),
+        "values": values,
+        "problem": point.problem,
+        "finished": point.finished,
+        "rows": point.rows,
+        "counts": point.seen.counts(),
+        "metrics": figures(object_in(point.folder / METRICS)) if point.problem is None else [],
+        "notes": point.notes,
+    }
 
 
 def _folded(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -75,13 +75,16 @@ def in_force(engine: Any, adapter: str | None = None) -> dict[str, Any]:
     config, device, info = engine.config, engine.config.model.device, engine.get_server_info()
     given = {name: info[name] for name, plain in ARGUMENTS.items() if info.get(name, plain) != plain}
     loaded, updated = bool(check_adapter(adapter, config.lora)), _updated_weights(engine)
-    found: dict[str, Any] = {"engine": flat(config) | dict.fromkeys(OF_A_PART)}
-    found |= ({"arguments": given} if given else {}) | ({"updated_weights": updated} if updated else {})
-    if loaded:
-        found["adapter"] = {"name": adapter, "sha256": engine._parts.adapters.digests()[adapter]}
-    found |= {"max_input": int(info["max_req_input_len"]), "numerics": config.numerics.value}
-    found["schedules"] = "the tables of code_sha256; of library calls, those proved bit for bit on this GPU"
-    return found | {"hardware": {"device": device, "cpu": cpu_name(), **provenance.gpu(device)}}
+    return {
+        "engine": flat(config) | dict.fromkeys(OF_A_PART),
+        **({"arguments": given} if given else {}),
+        **({"updated_weights": updated} if updated else {}),
+        **({"adapter": {"name": adapter, "sha256": engine._parts.adapters.digests()[adapter]}} if loaded else {}),
+        "max_input": int(info["max_req_input_len"]),
+        "numerics": config.numerics.value,
+        "schedules": "the tables of code_sha256; of library calls, those proved bit for bit on this GPU",
+        "hardware": {"device": device, "cpu": cpu_name(), **provenance.gpu(device)},
+    }
 
 
 def _updated_weights(engine: Any) -> dict[str, Any]:
@@ -147,8 +150,14 @@ def surroundings() -> dict[str, Any]:
     packages = sorted(f"{name}=={version}" for name, version in provenance.packages().values())
     named = {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES or k.startswith(PREFIXES)}
     kept = {k: v for k, v in named.items() if "KEY" not in k}  # of a server: secrets
-    place = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
-    return place | {"environment": kept, "packages_sha256": canonical(packages), "packages": packages}
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpus": os.cpu_count(),
+        "environment": kept,
+        "packages_sha256": canonical(packages),
+        "packages": packages,
+    }
 
 
 def now() -> str:
@@ -169,8 +178,13 @@ def versions(images: bool = False) -> dict[str, str | None]:
 
 def origin(point: Point, base: Path) -> dict[str, Any]:
     """A new run's name, and what was said to have it: with the config that is enough to run it again."""
-    said = {"overrides": list(point.overrides), "choices": dict(point.choices), "swept": list(point.swept)}
-    return {"run_id": uuid.uuid4().hex, **said, "base": str(base)}  # what a relative task.data is under
+    return {
+        "run_id": uuid.uuid4().hex,
+        "overrides": list(point.overrides),
+        "choices": dict(point.choices),
+        "swept": list(point.swept),
+        "base": str(base),  # what a relative task.data is under
+    }
 
 
 def record(what: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:

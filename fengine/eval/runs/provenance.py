@@ -180,11 +180,16 @@ def gpu(device: str | None) -> dict[str, Any]:
     if torch is None or not (device or "").startswith("cuda"):
         return {"gpu": None}
     facts, matmul = torch.cuda.get_device_properties(device), torch.backends.cuda.matmul
-    found = {"gpu": torch.cuda.get_device_name(device), "capability": f"{facts.major}.{facts.minor}"}
-    found |= {"memory_bytes": facts.total_memory, "cuda": torch.version.cuda}
-    found |= {"driver": _first_line("/proc/driver/nvidia/version"), "tf32": bool(matmul.allow_tf32)}
-    found |= {"bf16_reduced_sums": bool(matmul.allow_bf16_reduced_precision_reduction)}
-    return found | {"float32_matmul": torch.get_float32_matmul_precision()}
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "capability": f"{facts.major}.{facts.minor}",
+        "memory_bytes": facts.total_memory,
+        "cuda": torch.version.cuda,
+        "driver": _first_line("/proc/driver/nvidia/version"),
+        "tf32": bool(matmul.allow_tf32),
+        "bf16_reduced_sums": bool(matmul.allow_bf16_reduced_precision_reduction),
+        "float32_matmul": torch.get_float32_matmul_precision(),
+    }
 
 
 def _first_line(path: str, start: str = "") -> str | None:

@@ -163,8 +163,13 @@ def finish(folder: RunFolder, manifest: dict[str, Any], table: RowTable, task: T
             figures = task.metrics(_scores(file, bits))
     ok = len(table.known) - table.failed
     bare = {name: Metric(value, math.nan, ok) for name, value in figures.items() if isinstance(value, int | float)}
-    metrics = {"task": task.name, "version": task.version, "rows": len(table.known), "failed": table.failed}
-    metrics |= {"metrics": {name: metric.as_dict() for name, metric in (figures | bare).items()}}
+    metrics = {
+        "task": task.name,
+        "version": task.version,
+        "rows": len(table.known),
+        "failed": table.failed,
+        "metrics": {name: metric.as_dict() for name, metric in (figures | bare).items()},
+    }
     folder.install(OUTPUTS, TIMINGS)
     more = {"bits_sha256": bits.hexdigest(), "journal_bytes": (folder.path / JOURNAL).stat().st_size}
     manifest["result"] = {"rows": len(table.known), "ok": ok, "failed": table.failed} | sums | more

@@ -97,8 +97,9 @@ def survey(config: EvalConfig, base: Path, screen: QuietView) -> None:
     refuse_rows(task, check_request if config.task.format is Format.batch else None)
     if not chats and (config.chat.system is not None or config.chat.template_kwargs is not None):
         key = "chat" if config.task.format is Format.prompts else "task.chat"
-        told = "chat.system and chat.template_kwargs are of chats, and the first row is none"
-        screen.warn(f"{told}: {key}=true makes it one")
+        screen.warn(
+            f"chat.system and chat.template_kwargs are of chats, and the first row is none: {key}=true makes it one"
+        )
 
 
 def refuse_demands(config: RunConfig | EvalConfig, own: int | None, screen: QuietView) -> None:

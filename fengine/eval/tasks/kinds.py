@@ -71,8 +71,9 @@ class _Task:
             template = "fengine eval task=jsonl task.data=FILE " if self.config.format is Format.prompts else ""
             if {"custom_id", "body"} <= data.keys():
                 raise problem(row, "is a request of OpenAI's batch format: fengine batch IN.jsonl OUT.jsonl runs these")
-            template = f"a template of columns: {template}task.prompt='{{question}}'"
-            raise problem(row, f"holds {what}; give exactly one, or {template}")
+            raise problem(
+                row, f"holds {what}; give exactly one, or a template of columns: {template}task.prompt='{{question}}'"
+            )
         return self._given(row, given[0], data[given[0]])
 
     def _given(self, row: Row, column: str, value: Any) -> str | list[int]:
@@ -216,7 +217,9 @@ class GenerateTask(_Task):
             raise problem(row, f"{self.config.target!r} must be a text, a number, or a list of them")
         texts = [str(one) for one in listed]
         if self.config.match is Match.number and not any(map(scoring.numbers, texts)):
-            raise problem(row, f"{self.config.target!r} holds no number, got {texts[0]!r:.80}: task.match=number reads")
+            raise problem(
+                row, f"{self.config.target!r} holds no number, got {texts[0]!r:.80}; task.match=number needs one"
+            )
         return texts
 
 

@@ -43,7 +43,9 @@ def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     rows = _read(config, base)
     if (first := next(rows, None)) is None:
         name = "prompts file" if config.format is Format.prompts else "task.data"
-        raise InputFileError(f"{name} {data_path(config, base) or config.data} is empty: name one that holds a row")
+        raise InputFileError(
+            f"{name} {data_path(config, base) or config.data} is empty: it holds no row; name one that does"
+        )
     return chain([first], rows)
 
 
