@@ -39,9 +39,9 @@ def test_the_system_gets_its_memory_back(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_each_engine_of_a_process_compiles_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_each_engine_of_a_process_compiles_on_its_own(tmp_path: Path) -> None:
     """Dynamo allows few recompilations per code object; engines must not eat up each other's."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     for i in range(4):
         (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"hidden_size": 16 * (i + 1)}))
         with Engine(
