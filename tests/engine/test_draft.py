@@ -162,7 +162,7 @@ def test_of_many_new_rows_a_few_are_tried_for_all(
     monkeypatch.setattr(proposers, "_cost", lambda *_: Cost(0.1, 0.1, 0.25, 0.005))
     monkeypatch.setattr(draft, "CATCH_UP", catch_up)
     drafts = checks._resolved_drafts
-    monkeypatch.setattr(checks, "_resolved_drafts", lambda settings, tokens, gpu: drafts(settings, tokens, True))
+    monkeypatch.setattr(checks, "_resolved_drafts", lambda *given: drafts(*given[:-1], True))
     guessed: list[int] = []
     run = Chain.run
     monkeypatch.setattr(Chain, "run", lambda self, arrays, *rest: (
