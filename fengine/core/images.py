@@ -9,7 +9,7 @@ room is needed, those used longest ago first.
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -76,6 +76,13 @@ def least(spans: Iterable[ImageSpan], start: int) -> int:
     return next(ends, start + 1) - start
 
 
+class HasImages(Protocol):
+    """A request, as far as `ImageRows` knows it."""
+
+    rid: str
+    images: tuple[ImageSpan, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     rows: list[int]
@@ -130,9 +137,9 @@ class ImageRows:
         images = {span.image.key: span.image for span in spans}
         return [image for key, image in images.items() if not self._entries[key].encoded]
 
-    def plan(self, candidates: Iterable[Any], waiting: Iterable[Any], whole: bool) -> None:
-        """Adds to `planned` what to encode before a step for `Request`s that may be admitted soon: up to the budget, or
-        one image; with `whole` all of one."""
+    def plan(self, candidates: Iterable[HasImages], waiting: Iterable[HasImages], whole: bool) -> None:
+        """Adds to `planned` what to encode before a step for requests that may be admitted soon: up to the budget, or
+        one image; with `whole` all of one request."""
         served = set[str]()
         for request in candidates:
             served.add(request.rid)

@@ -74,10 +74,12 @@ class StepTrace(Watcher):
         samples = zip(requests, output.starts, output.samples, strict=True)
         pages, used, free = (counters[name] for name in ("pages", "used_pages", "free_pages"))
         self._scheduled[output.step] = StepRecord(
-            output.step, time.perf_counter(), 0.0, tuple(request.rid for request in requests), tuple(output.starts),
-            tuple(output.counts), tuple(sample and start >= request.prompt_len for request, start, sample in samples),
-            new_pages, tuple(output.preempted), tuple(rid for rid in self._held if rid not in held),
-            counters["running"], counters["waiting"], used, pages - used - free, pages,
+            step=output.step, launched=time.perf_counter(), landed=0.0,
+            rids=tuple(request.rid for request in requests), starts=tuple(output.starts), counts=tuple(output.counts),
+            decodes=tuple(sample and start >= request.prompt_len for request, start, sample in samples),
+            new_pages=new_pages, preempted=tuple(output.preempted),
+            released=tuple(rid for rid in self._held if rid not in held), running=counters["running"],
+            waiting=counters["waiting"], held=used, cached=pages - used - free, pages=pages,
             drafted=tuple(drafted.get(i, 0) for i in range(len(requests))) if drafted else (),
             shrunk=tuple((rid, count) for rid, count in kept.items() if count < self._held.get(rid, 0)),
         )  # fmt: skip

@@ -3,12 +3,30 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fengine.core.request import FinishReason, Request
 from fengine.errors import FengineError
+
+
+class Detokenizer(Protocol):
+    """Ids to text, a few at a time; finds what ends a request in its text."""
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string or pattern that was found."""
+        ...
+
+    @property
+    def matched_tokens(self) -> int | None:
+        """With how many output tokens."""
+        ...
+
+    def push(self, token_ids: list[int], *, trim_last: bool = False) -> str: ...
+
+    def finish(self) -> str: ...
 
 
 class RequestOutput(NamedTuple):
@@ -25,7 +43,7 @@ class RequestState:
     in their text) are detokenized step by step, the others once at the end."""
 
     request: Request
-    detokenizer: Any  # `tokenizer.detokenizer.Detokenizer` of what is live
+    detokenizer: Detokenizer | None
     live: bool
     notify: Callable[["RequestState"], None]
     now: Callable[[], float] = time.perf_counter  # the clock of its moments

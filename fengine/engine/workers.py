@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,12 +31,23 @@ from fengine.worker.step import CpuRunner, make_forward, make_unembed, sample_ro
 from fengine.worker.step_input import LogitsStage
 
 
+class AdapterSlots(Protocol):
+    """LoRA adapters, as far as a step needs them."""
+
+    @property
+    def slots(self) -> int: ...
+
+    def write(self, slot: int, number: int) -> None:
+        """Copies a load to a slot of the device."""
+        ...
+
+
 @dataclass(frozen=True)
 class Features:
     """What plugs into an engine, made by packages that stand above it."""
 
     tokenizer: Callable[..., Any]  # of a directory, for a context_length
-    adapters: Callable[[LoraConfig, ModelSpec, Params, str, Group | None], Any]  # modifies the params; may be None
+    adapters: Callable[[LoraConfig, ModelSpec, Params, str, Group | None], AdapterSlots | None]  # modifies the params
     speculation: Callable[[EngineConfig, ModelSpec, Params], Speculation | None]  # loads the draft, if there is one
     images: Callable[[EngineConfig, Path, ModelSpec, Any], Any]  # what reads a call's images; may be None
     shared: Callable[[LoraConfig, Callable[..., Any], str], Any]  # of replicas: who asks all, a folder that they see
@@ -47,7 +58,7 @@ class Worker(NamedTuple):
 
     runner: CpuRunner | CudaRunner
     input_batch: InputBatch
-    adapters: Any  # how many `slots`, and `write`: a load to a slot
+    adapters: AdapterSlots | None
     kv: KVState
     kv_dtype: torch.dtype
     size: PoolSize
