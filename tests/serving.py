@@ -65,9 +65,17 @@ class Live:
 
         until(open_or_refused)
 
+    def wait_for_requests(self, count: int, *links: socket.socket) -> None:
+        """Returns once the engine has so many, too: the server counts rows before it hands them on."""
+        self.wait_for_rows(count, *links)
+        until(lambda: (stats := self.stats())["running"] + stats["waiting"] == count)
+
+    def stats(self) -> dict[str, Any]:
+        return in_loop(self.service.engine._parts.core, self.service.engine.stats)
+
     def quiet(self) -> bool:
         """Nothing runs, waits or holds a page, and the server has no row open."""
-        stats = in_loop(self.service.engine._parts.core, self.service.engine.stats)
+        stats = self.stats()
         return self.service.rows == stats["running"] == stats["waiting"] == stats["pages_used"] == 0
 
 

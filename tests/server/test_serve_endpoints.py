@@ -39,7 +39,7 @@ def test_what_the_engine_tells_and_is_told(engine: Engine, server: Live) -> None
         told: list[Any] = []
         thread = threading.Thread(target=lambda: told.append(post(server, "/generate", body)))
         thread.start()
-        server.wait_for_rows(1)
+        server.wait_for_requests(1)
         assert server.ask("GET", "/load").json == {"server_load": 1}
         post(server, "/abort_request", {"rid": "mine"}, **KEY)
         post(server, "/continue_generation", {}, **KEY)
@@ -126,7 +126,7 @@ def test_an_engine_sleeps_for_who_has_the_admin_key(engine: Engine, server: Live
     assert (answer.status, answer.error["param"]) == (400, "level")
     with paused(engine), server.connect() as link:
         link.sendall(request("POST", "/v1/completions", asked))
-        server.wait_for_rows(1, link)
+        server.wait_for_requests(1, link)
         answer = server.ask("POST", "/sleep", **KEY)
         assert answer.status == 503 and "while requests run or wait" in answer.error["message"]
     until(server.quiet)
