@@ -169,7 +169,7 @@ def logprobs_of(state: RequestState, first: int, count: int, ids: list[int]) -> 
     meta: dict[str, Any] = {
         "input_token_logprobs": _triples(state.input_logprobs),
         "output_token_logprobs": _triples(drawn),
-        "output_token_logprobs_length": len(drawn),
+        "output_token_logprobs_length": first + len(drawn),  # so far, also where a chunk holds only what is new
     }
     last = max(count, first + len(drawn))
     for asked, name, before, after in (

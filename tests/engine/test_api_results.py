@@ -138,6 +138,7 @@ def test_a_delta_holds_what_is_new_of_text_ids_and_output_logprobs() -> None:
     meta = output["meta_info"]
     assert (output["text"], output["output_ids"], meta["completion_tokens"]) == ("ef", [11, 12], 3)
     assert [token for _, token, _ in meta["output_token_logprobs"]] == [11, 12]
+    assert meta["output_token_logprobs_length"] == 3  # so far: SGLang's readers add up chunks by it
     assert len(meta["output_top_logprobs"]) == len(meta["output_token_ids_logprobs"]) == 2
 
 
