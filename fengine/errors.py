@@ -131,6 +131,13 @@ class EngineDeadError(FengineError, RuntimeError):
 class StorageError(FengineError, OSError):
     """An output path cannot be written."""
 
+    @classmethod
+    def of(cls, told: str, error: OSError) -> "StorageError":
+        """What is told of an error of the system, with its number. Pure."""
+        found = cls(told)
+        found.errno = error.errno
+        return found
+
 
 class ResumeMismatchError(ConfigError):
     """A run cannot go on in this folder: what its results depend on has changed; lists what."""

@@ -1,6 +1,6 @@
 """The command line: `fengine ...`, `python -m fengine.run ...`, and commands such as `fengine eval`. A command's module
 is imported when it is asked for, and torch not before the first job starts: by `eval/cli/engines.py` alone. Exit codes:
-0 ok, 1 rows failed or the engine died, 2 usage or configuration, 130 interrupted, 143 terminated."""
+0 ok, 1 rows failed, the engine died or a disk is full, 2 usage or configuration, 130 interrupted, 143 terminated."""
 
 import os
 import sys
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except OSError as error:  # what is left cannot be written at the end of the process either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = code or reported(StorageError(f"standard output cannot be written: {error.strerror}"))
+        code = code or reported(StorageError.of(f"standard output cannot be written: {error.strerror}", error))
     return code
 
 

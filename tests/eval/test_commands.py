@@ -273,7 +273,7 @@ def test_a_signal_while_a_command_is_imported_ends_it(
 def test_output_that_cannot_be_written_is_told_once(words: str) -> None:
     command = f"exec {sys.executable} -m fengine {words} > /dev/full"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (run.USAGE, "fengine: StorageError: no space left on device\n")
+    assert (done.returncode, done.stderr) == (run.FAILED, "fengine: StorageError: no space left on device\n")
 
 
 def test_a_current_directory_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:

@@ -419,7 +419,7 @@ def test_full_error_shows_the_traceback(
 def test_full_disk_is_an_error_of_the_run(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
-    assert run.main(["prompts=[a]", "out=/dev/full"]) == run.USAGE
+    assert run.main(["prompts=[a]", "out=/dev/full"]) == run.FAILED
 
 
 # -- the process -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from fengine.eval.cli import compose
 from fengine.eval.cli.engines import report
 from fengine.eval.cli.lines import say
 from fengine.eval.cli.schema import Schema
+from fengine.eval.runs.folder import FULL
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 DIFFERS = FAILED  # of commands that compare
@@ -59,7 +60,7 @@ def ended(work: Callable[[], int], program: str = "fengine") -> int:
         name = f": {str(error.filename)!r:.200}" if error.filename else ""
         gone = not name and isinstance(error, FileNotFoundError)  # of os.getcwd
         told = "the current directory does not exist any more; cd into one that does"
-        return reported(StorageError(told if gone else f"{(error.strerror or str(error)).lower()}{name}"))
+        return reported(StorageError.of(told if gone else f"{(error.strerror or str(error)).lower()}{name}", error))
 
 
 @contextmanager
@@ -98,7 +99,8 @@ def composed(argv: Sequence[str] | None, schema: Schema, work: Callable[[Namespa
 def reported(error: FengineError) -> int:
     """The exit code of an error, once it is reported."""
     report(error)
-    return FAILED if isinstance(error, (EngineDeadError, EngineClosedError)) else USAGE
+    full = isinstance(error, StorageError) and error.errno in FULL
+    return FAILED if full or isinstance(error, (EngineDeadError, EngineClosedError)) else USAGE
 
 
 def each(runs: Sequence[Path], work: Callable[[Path], int], recover: Callable[[], None] = lambda: None) -> int:

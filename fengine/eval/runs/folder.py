@@ -14,6 +14,7 @@ from fengine.errors import StorageError
 
 LOCK, MANIFEST, JOURNAL, OUTPUTS = "lock", "manifest.json", "journal.log", "outputs.jsonl"
 FIRST_FILES = (LOCK, "config.yaml", "overrides.yaml")  # those that a run has before its manifest
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what the system says of a disk that is full
 Content = bytes | str | dict[str, Any]
 
 
@@ -26,10 +27,8 @@ def storage_errors(problem: str, remedy: str = "", if_full: str | None = None) -
     except StorageError:
         raise
     except OSError as error:
-        full = if_full is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        failure = StorageError(f"{problem}: {error.strerror or error}{if_full if full else remedy}")
-        failure.errno = error.errno
-        raise failure from error
+        told = remedy if if_full is None or error.errno not in FULL else if_full
+        raise StorageError.of(f"{problem}: {error.strerror or error}{told}", error) from error
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

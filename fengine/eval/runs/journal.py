@@ -201,9 +201,9 @@ class Journal(AbstractContextManager["Journal"]):
             os.ftruncate(self._file, size)
 
     def _fail(self, error: OSError) -> StorageError:
-        self._failed = StorageError(
+        self._failed = StorageError.of(
             f"journal {self.path} cannot be written: {error.strerror or error}. What it holds is good: make "
-            "room, then run the same command again"
+            "room, then run the same command again",
+            error,
         )
-        self._failed.errno = error.errno
         return self._failed

@@ -72,10 +72,7 @@ def run_point(
             return one.go(engines, task, base, screen, argv)
         except (StorageError, EngineDeadError, EngineClosedError) as error:
             engines.close()  # a dead engine is of no use to the next point
-            if export is not None:
-                if one.there:
-                    screen.note(f"{count(one.there, 'row')} finished before, in {place(str(folder.path))}")
-                raise
+            screen.note(f"{count(one.there, 'row')} finished before, in {place(str(folder.path))}")
             report(error)
             return FAILED, None
 

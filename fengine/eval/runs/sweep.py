@@ -19,7 +19,7 @@ from typing import Any
 
 from fengine.errors import ConfigError, FengineError, ResumeMismatchError, StorageError
 from fengine.eval.cli import view
-from fengine.eval.cli.command import FAILED, INTERRUPTED, TERMINATED, USAGE
+from fengine.eval.cli.command import FAILED, INTERRUPTED, TERMINATED, USAGE, reported
 from fengine.eval.cli.engines import EngineCache, report
 from fengine.eval.cli.recompose import launch
 from fengine.eval.cli.schema import BadPoint, Point, Schema
@@ -271,8 +271,7 @@ def guarded(point: Point, engines: EngineCache, run: Work, screen: view.QuietVie
     try:
         return run(point, engines, screen)[0], None
     except FengineError as error:
-        report(error)
-        return USAGE, f"{type(error).__name__}: {error}"
+        return reported(error), f"{type(error).__name__}: {error}"
     except BrokenPipeError:  # nobody reads what any point would show
         raise
     except Exception as error:  # a fault of this program, or memory that ran out: the next point may be spared
