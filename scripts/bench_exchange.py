@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
-from measure import need_gpu, parser, replays_us, save
+from measure import graph_us, need_gpu, parser, save
 from torch import Tensor
 
 from fengine.ops import columns, copy_engines, exchange, linear, peers, rms_norm
@@ -48,16 +48,9 @@ def world() -> Any:
     return dist.group.WORLD
 
 
-def graph_us(run: Callable[[], object], count: int = 20) -> float:
+def best_us(run: Callable[[], object], count: int = 20) -> float:
     """Of one of so many in a graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(count):
-            run()
-    torch.cuda.synchronize()
-    return min(replays_us(graph, count, 5, dist.barrier))
+    return min(graph_us(lambda _: run(), count, 5, dist.barrier))
 
 
 def checked_us(group: Group, part: Tensor) -> float:
@@ -67,7 +60,7 @@ def checked_us(group: Group, part: Tensor) -> float:
     for _ in range(3):
         if not torch.equal(columns.gather(part, width, group), want):
             raise SystemExit(f"rank {group.rank}: the gather of {tuple(part.shape)} is not what NCCL gives")
-    return graph_us(lambda: columns.gather(part, width, group))
+    return best_us(lambda: columns.gather(part, width, group))
 
 
 @contextmanager
@@ -92,12 +85,12 @@ def part_of(rows: int, width: int, group: Group) -> Tensor:
 def reductions(rows: int, hidden: int, flat: Tensor | None) -> dict[str, float]:
     """All-reduces, which round in another order."""
     x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
-    found = {"all_reduce_D_nccl": graph_us(lambda: dist.all_reduce(x))}
+    found = {"all_reduce_D_nccl": best_us(lambda: dist.all_reduce(x))}
     if flat is not None and x.numel() <= flat.numel():
         own, name = flat[: x.numel()].view(x.shape), world().group_name
         if x.nbytes <= 4 << 20:
-            found["all_reduce_D_one_shot"] = graph_us(lambda: torch.ops.symm_mem.one_shot_all_reduce(own, "sum", name))
-        found["all_reduce_D_two_shot"] = graph_us(lambda: torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", name))
+            found["all_reduce_D_one_shot"] = best_us(lambda: torch.ops.symm_mem.one_shot_all_reduce(own, "sum", name))
+        found["all_reduce_D_two_shot"] = best_us(lambda: torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", name))
     return found
 
 
@@ -111,7 +104,7 @@ def table(args: Any, flat: Tensor | None) -> list[dict[str, Any]]:
                     part = part_of(rows, width, group)
                     row[f"gather_{letter}"] = checked_us(group, part)
                     nccl = (part, width, group.rank, group.sockets, group.name)
-                    row[f"gather_{letter}_nccl"] = graph_us(lambda nccl=nccl: columns.gather_(*nccl))
+                    row[f"gather_{letter}_nccl"] = best_us(lambda nccl=nccl: columns.gather_(*nccl))
                 found.append(row | reductions(rows, hidden, flat))
                 tell(args, found[-1])
     return found
@@ -137,7 +130,7 @@ def chain(args: Any) -> list[dict[str, Any]]:
                             y = linear.linear(x, packed)
                             x = columns.gather(y, n, group) if exchanged else wide[n]
 
-                times = [graph_us(lambda how=how: layers(how)) / len(weights) for how in (True, False)]
+                times = [best_us(lambda how=how: layers(how)) / len(weights) for how in (True, False)]
                 row = {"model": model, "rows": rows, "chain": times[0], "products": times[1]}
                 found.append(row | {"visible": (times[0] - times[1]) / 4})
                 tell(args, found[-1])
@@ -207,22 +200,22 @@ def prefill_row(layer: Layer, rows: int, group: Group, mail: Any) -> dict[str, f
     q_TC, f_TF = part_of(rows, layer.o.k, group), part_of(rows, layer.down.k, group)
     for name, run in (("o", lambda: linear.linear(q_TC, layer.o)), ("mlp", lambda: layer.mlp(x_TD))):
         mail.dock = None
-        want, found[f"{name}_kernel"] = run(), graph_us(run, 4) / 1e3
+        want, found[f"{name}_kernel"] = run(), best_us(run, 4) / 1e3
         mail.dock = dock
         for _ in range(3):
             if not torch.equal(run(), want):
                 raise SystemExit(f"rank {group.rank}: {name} of {rows} rows is not what our kernel gives")
-        found[f"{name}_engines"] = graph_us(run, 4) / 1e3
+        found[f"{name}_engines"] = best_us(run, 4) / 1e3
     heads, inner = (torch.randn(rows, w.k, device="cuda", dtype=torch.bfloat16) for w in (layer.o, layer.down))
-    found["o_alone"] = graph_us(lambda: layer.o.leaf.linear(heads, None, None, None, True), 4) / 1e3
+    found["o_alone"] = best_us(lambda: layer.o.leaf.linear(heads, None, None, None, True), 4) / 1e3
 
     def alone() -> None:
         linear.gated_linear(x_TD, layer.gate_up)
         layer.down.leaf.linear(inner, None, None, None, True)
 
-    found["mlp_alone"] = graph_us(alone, 4) / 1e3
-    found["send_F_GB_s"] = f_TF.nbytes / 1e3 / graph_us(lambda: sent(dock, f_TF, layer.down.k), 4)
-    found["gather_F_GB_s"] = f_TF.nbytes / 1e3 / graph_us(lambda: columns.gather(f_TF, layer.down.k, group), 4)
+    found["mlp_alone"] = best_us(alone, 4) / 1e3
+    found["send_F_GB_s"] = f_TF.nbytes / 1e3 / best_us(lambda: sent(dock, f_TF, layer.down.k), 4)
+    found["gather_F_GB_s"] = f_TF.nbytes / 1e3 / best_us(lambda: columns.gather(f_TF, layer.down.k, group), 4)
     return found
 
 
@@ -246,7 +239,7 @@ def decode(args: Any) -> list[dict[str, Any]]:
                     for layer in layers:
                         stream = layer(*stream)
 
-                found.append({"model": model, "rows": rows, "layer": graph_us(run, 8) / len(layers)})
+                found.append({"model": model, "rows": rows, "layer": best_us(run, 8) / len(layers)})
                 tell(args, found[-1])
     return found
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from measure import environment, replays_us, summary
+from floors import BYTES, FLOPS
+from measure import environment, graph_us, summary
 from torch import Tensor
 
 from fengine.ops import experts as op
@@ -26,7 +27,6 @@ from fengine.ops.linear import Dense, linear
 
 BF16 = torch.bfloat16
 grouped_mm = getattr(torch, "_grouped_mm", None) or torch.nn.functional.grouped_mm
-BYTES_PER_S, FLOPS = 4.3e12, 790e12  # of a copy on the device, and of a large product
 ROUNDS = 7
 FIXED = Schedule("grouped", Tiles(64, 64, 32, False, 4, 3), Tiles(64, 64, 32, False, 4, 3))
 """One tile for every batch, as engines do that fix the schedule to fix the bits."""
@@ -143,19 +143,7 @@ def whole(shape: Shape, layer: Layer) -> op.Weights:
 
 def graph_times(compute: Callable[[Layer], Tensor], over: list[Layer]) -> list[float]:
     """Microseconds a layer, of ROUNDS replays of a graph of all of them."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for layer in over[:2]:
-            compute(layer)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for layer in over:
-            compute(layer)
-    graph.replay()
-    return replays_us(graph, len(over), ROUNDS)
+    return graph_us(lambda number: compute(over[number]), len(over), ROUNDS)
 
 
 def distinct(shape: Shape, over: list[Layer]) -> float:
@@ -172,7 +160,7 @@ def floor_us(shape: Shape, tokens: int, experts: float) -> dict[str, float]:
     size, each = 3 * shape.d * shape.f, {"bf16": 2, "fp4": 17 / 32, "w8a8": 1}[shape.kind]
     flops = FLOPS * (1 + (shape.kind == "w8a8"))
     return {
-        "bytes": (experts * size * each + shape.experts * shape.d * 2) / BYTES_PER_S * 1e6,
+        "bytes": (experts * size * each + shape.experts * shape.d * 2) / BYTES * 1e6,
         "products": 2 * tokens * shape.top_k * size / flops * 1e6,
     }
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from measure import environment, replays_us
+from measure import environment, graph_us
 from quantize import config_of
 from torch import Tensor
 
@@ -127,13 +127,7 @@ def of_rows(m: int) -> list[Schedule]:
 
 def timed(call: Any, count: int) -> float:
     """Median µs of a call, which takes one of `count` matrices; of so many that a graph's own start does not count."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(max(count, CALLS)):
-            call(i % count)
-    return statistics.median(replays_us(graph, max(count, CALLS), REPEATS))
+    return statistics.median(graph_us(lambda i: call(i % count), max(count, CALLS), REPEATS))
 
 
 class Case(NamedTuple):

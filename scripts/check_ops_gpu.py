@@ -9,6 +9,7 @@ Ends with status 1 if an op is wrong, if bits differ that must not, or if a nega
 import argparse
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import triton
-from measure import Budget, add_budget, replays_us
+from measure import Budget, add_budget, graph_us
 from torch import Tensor
 
 from fengine.models.rope import rope_table
@@ -278,13 +279,7 @@ def row_bits() -> dict[str, int]:
 
 def microseconds(call: Callable[..., Any], sets: list[tuple], repeats: int = 5) -> float:
     """Median time of one call, from replays of a CUDA graph that calls with every set of arguments in turn."""
-    call(*sets[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for arguments in sets:
-            call(*arguments)
-    return sorted(replays_us(graph, len(sets), repeats + 1)[1:])[repeats // 2]
+    return statistics.median(graph_us(lambda i: call(*sets[i]), len(sets), repeats))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -6,13 +6,14 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
+T = TypeVar("T")
 
 
 def environment() -> dict[str, Any]:
@@ -47,18 +48,31 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": list(values)}
 
 
-def replays_us(graph: Any, calls: int, times: int, before: Callable[[], object] = lambda: None) -> list[float]:
-    """Microseconds of one of the `calls` in a CUDA graph, for each of so many replays; `before` each one."""
-    found = []
-    for _ in range(times):
-        before()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
+def graph_us(
+    run: Callable[[int], object], calls: int, times: int, before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Microseconds of one of the calls 0, 1, … in a CUDA graph, for each of so many replays behind one that warms up;
+    `before` each one."""
+    graph, side, found = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # `torch.cuda.graph` would collect garbage each time
+        run(0)
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3 / calls)
-    return found
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for number in range(calls):
+                run(number)
+        finally:
+            graph.capture_end()
+        for _ in range(times + 1):
+            before()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) * 1e3 / calls)
+    return found[1:]
 
 
 class Budget:
@@ -81,19 +95,27 @@ class Budget:
         return False
 
 
-def repeat(run: Callable[[], float], times: int, warm_ups: int = 1) -> dict[str, Any]:
-    """Runs `run` (which returns its own figure) after warm-ups."""
-    for _ in range(warm_ups):
-        run()
-    return summary([run() for _ in range(times)])
+def turns(sides: Mapping[str, Callable[[], T]], times: int) -> dict[str, list[T]]:
+    """What each side gives, in so many turns behind one that warms up; every other one goes backwards."""
+    found: dict[str, list[T]] = {name: [] for name in sides}
+    for turn in range(-1, times):
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            one = sides[name]()
+            found[name] += [one] if turn >= 0 else []
+    return found
+
+
+def write(name: str, figures: dict[str, Any], out: str | Path | None) -> Path:
+    """The figures with their origin as JSON in `out` or scripts/results/<name>.json."""
+    path = Path(out) if out else RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
+    return path
 
 
 def save(name: str, figures: dict[str, Any], out: str | None) -> None:
-    """Prints the figures and writes them, with their origin, to `out` or scripts/results/<name>.json."""
-    record = {"environment": environment(), **figures}
-    path = Path(out) if out else RESULTS / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    """Prints the figures and writes them."""
+    path = write(name, figures, out)
     print(json.dumps(figures, indent=1))
     print(f"written to {path}")
 

@@ -12,11 +12,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import need_gpu, parser, replays_us, save
+from measure import graph_us, need_gpu, parser, save
 from torch import Tensor
 
 from fengine.ops import activations, linear_launch, rms_norm
@@ -67,20 +66,6 @@ def compile_all() -> None:
         process.wait()  # what it has left out is compiled when it is launched
 
 
-def graph_us(run: Callable[[int], object], count: int) -> float:
-    """Of one of so many in a graph; the best of 3."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # `torch.cuda.graph` would collect garbage each time
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for number in range(count):
-                run(number)
-        finally:
-            graph.capture_end()
-        return min(replays_us(graph, count, 3))
-
-
 def measured(rows: int, n: int, k: int, gated: bool, weights: list[Tensor]) -> dict[str, Any]:
     """Of each schedule with the reference's bits, the time of a product and a norm."""
     x_TK = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
@@ -104,7 +89,7 @@ def measured(rows: int, n: int, k: int, gated: bool, weights: list[Tensor]) -> d
             y_TN = compute(x_TK, weights[number % len(weights)], n, s, gated)
             rms_norm.rms_norm(y_TN, norm_N, 1e-5)
 
-        times[s] = graph_us(one, count)
+        times[s] = min(graph_us(one, count, 3))
     best = sorted(times, key=lambda s: times[s])[:5]
     floor = weights[0].nbytes / 4.3e6
     return {"n": n, "k": k, "rows": rows, "gated": gated, "floor_us": floor, "usual": tuple(usual),
