@@ -5,8 +5,8 @@
 Both engines live in processes of their own, with `PYTHONPATH` on their checkout, and take turns, so that a drift of the
 machine falls on both: each pair of runs gives one ratio. Each pair has new processes, as where its memory lies makes
 one process up to a tenth faster than the next. The ratio of the best runs is told, too: other work on the machine
-disturbs it least. The cases are those of bench_cpu_box.py and bench_cpu_qwen.py; one request to the box is asked eight
-times a run, as it takes a tenth of a second.
+disturbs it least. The cases are those of bench_cpu.py; one request to the box is asked eight times a run, as
+it takes a tenth of a second.
 """
 
 import argparse
@@ -15,55 +15,40 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
-import torch
-from bench_cpu_box import requests
-from bench_cpu_qwen import CONFIG
+from bench_cpu import SHAPE, batches, mixed
+from bench_gpu import opened
+from floors import shape
 from measure import parser, save, summary
+from workloads import Work, generate
 
 from fengine import Engine
 from fengine.worker.hub import resolve_model
 
 MODELS = ("box", "qwen2.5-0.5b")
 HERE = Path(__file__).resolve().parent.parent
-Call = list[tuple[list[int], int]]  # prompts, and how many tokens each is to get
 
 
-def cases(model: str) -> dict[str, list[Call]]:
+def cases(model: str) -> dict[str, list[Work]]:
     """Name -> the calls of one run. Pure."""
     if model == "box":
         vocab = json.loads((Path(resolve_model("box", None)) / "config.json").read_text())["vocab_size"]
-        return {"64 mixed requests": [requests(64, vocab)], "one request": [[([5] * 32, 128)]] * 8}
-    vocab = json.loads(CONFIG.read_text())["vocab_size"]
-    draw = torch.Generator().manual_seed(1)
-    prompts = torch.randint(1000, vocab - 1000, (16, 64), generator=draw).tolist()
-    sizes = [(batch, width, count) for batch in (1, 16) for width, count in ((16, 64), (64, 32))]
-    return {f"batch {b}, {w} in, {n} out": [[(p[:w], n) for p in prompts[:b]]] for b, w, n in sizes}
+        return {"64 mixed requests": [mixed(64, vocab)], "one request": [[([5] * 32, 128)]] * 8}
+    return {name: [work] for name, work in batches(shape(model)["vocab_size"]).items()}
 
 
-def rate(engine: Engine, calls: list[Call]) -> float:
-    start = time.perf_counter()
-    for call in calls:
-        params: Any = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for _, n in call]
-        engine.generate(input_ids=[ids for ids, _ in call], sampling_params=params)
-    return sum(n for call in calls for _, n in call) / (time.perf_counter() - start)
+def rate(engine: Engine, calls: list[Work]) -> float:
+    return sum(n for call in calls for _, n in call) / sum(generate(engine, call)[0] for call in calls)
 
 
 def serve(model: str) -> None:
     """What a checkout's process does: a case's name comes in, its tokens/s go out."""
-    works, options = cases(model), {"skip_tokenizer_init": True, "disable_radix_cache": True}
-    with tempfile.TemporaryDirectory() as folder:
-        if model != "box":
-            (Path(folder) / "config.json").write_text(CONFIG.read_text())
-            options |= {"load_format": "dummy", "dtype": "bfloat16", "max_total_tokens": 8192}
-        with Engine(model_path="box" if model == "box" else folder, **options) as engine:
-            print(f"ready {sys.modules['fengine'].__file__}", flush=True)
-            for line in sys.stdin:
-                print(rate(engine, works[line.strip()]), flush=True)
+    works = cases(model)
+    with opened(model, disable_radix_cache=True, **({} if model == "box" else SHAPE)) as engine:
+        print(f"ready {sys.modules['fengine'].__file__}", flush=True)
+        for line in sys.stdin:
+            print(rate(engine, works[line.strip()]), flush=True)
 
 
 class Checkout:

@@ -8,10 +8,11 @@ without the import; what torch.compile keeps on disk is there by then.
 import statistics
 import subprocess
 import sys
-import time
+from functools import partial
 from typing import Any
 
-from measure import parser, save, summary
+from measure import parser, save, summary, turns
+from workloads import generate
 
 from fengine import Engine
 
@@ -20,10 +21,7 @@ BATCHES, TOKENS = (1, 8, 32), 64
 
 def rate(engine: Engine, batch: int) -> float:
     """Output tokens/s."""
-    params: Any = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    start = time.perf_counter()
-    engine.generate(input_ids=[[5 + i] * 20 for i in range(batch)], sampling_params=params)
-    return batch * TOKENS / (time.perf_counter() - start)
+    return batch * TOKENS / generate(engine, [([5 + i] * 20, TOKENS) for i in range(batch)])[0]
 
 
 def opened(compiled: bool) -> Engine:
@@ -47,12 +45,7 @@ def main() -> None:
     start_s = {name: summary([start_of(name == "compiled") for _ in range(3)]) for name in engines}
     rows: dict[str, Any] = {}
     for batch in BATCHES:
-        rates: dict[str, list[float]] = {name: [] for name in engines}
-        for turn in range(-1, args.runs):
-            for name in list(engines)[:: 1 if turn % 2 else -1]:
-                found = rate(engines[name], batch)
-                if turn >= 0:
-                    rates[name].append(found)
+        rates = turns({name: partial(rate, engine, batch) for name, engine in engines.items()}, args.runs)
         pairs = zip(rates["eager"], rates["compiled"], strict=True)
         rows[f"batch {batch}"] = {
             **{name: summary(found) for name, found in rates.items()},

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_gpu import dummy_engine, shape
+from bench_gpu import opened
 from bench_speculation import differing
+from floors import shape
 from measure import Budget, add_budget, need_gpu, parser, save
 from safetensors.torch import save_file
 
@@ -176,7 +177,7 @@ def main() -> None:
             "disable_radix_cache": True, "chunked_prefill_size": 4096,
         }  # fmt: skip
         begin = time.perf_counter()
-        with dummy_engine(args.model, **options) as llm:
+        with opened(args.model, **options) as llm:
             started = time.perf_counter() - begin
             for rows in args.rows:
                 if budget.allows(f"rows {rows}", 8.0):

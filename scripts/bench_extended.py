@@ -13,11 +13,12 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from bench_gpu import dummy_engine
-from measure import Budget, add_budget, parser, save, summary
+from bench_gpu import opened
+from measure import Budget, add_budget, parser, save, summary, turns
 
 from fengine import Engine
 from fengine.api import input_processor
@@ -53,12 +54,7 @@ def compared(engine: Engine, batch: int, runs: int, kinds: list[str]) -> dict[st
     draw = torch.Generator().manual_seed(batch)
     vocab = engine._parts.spec.vocab_size
     prompts = torch.randint(10, vocab - 10, (batch, 32), generator=draw).tolist()
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for turn in range(-1, runs):
-        for kind in kinds if turn % 2 else kinds[::-1]:
-            found = run(engine, prompts, kind)
-            if turn >= 0:
-                times[kind].append(found)
+    times = turns({kind: partial(run, engine, prompts, kind) for kind in kinds}, runs)
     plain = statistics.median(times["plain"])
     return {
         "ms": {kind: summary(values) for kind, values in times.items()},
@@ -72,14 +68,13 @@ def prompt_logprobs(engine: Engine, count: int, length: int, runs: int) -> dict[
     vocab = engine._parts.spec.vocab_size
     prompts = torch.randint(10, vocab - 10, (count, length), generator=draw).tolist()
     params: Any = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-    rates: dict[str, list[float]] = {"prefill": [], "logprobs": []}
-    for turn in range(-1, runs):
-        for side in rates:
-            asked: Any = {"return_logprob": True, "logprob_start_len": 0} if side == "logprobs" else {}
-            start = time.perf_counter()
-            engine.generate(input_ids=prompts, sampling_params=params, **asked)
-            if turn >= 0:
-                rates[side].append(count * length / (time.perf_counter() - start))
+
+    def rate(**asked: Any) -> float:
+        start = time.perf_counter()
+        engine.generate(input_ids=prompts, sampling_params=params, **asked)
+        return count * length / (time.perf_counter() - start)
+
+    rates = turns({"prefill": rate, "logprobs": partial(rate, return_logprob=True, logprob_start_len=0)}, runs)
     ratio = statistics.median(rates["logprobs"]) / statistics.median(rates["prefill"])
     return {"count": count, "length": length, "logprobs / prefill": ratio,
             **{side: summary(values) for side, values in rates.items()}}  # fmt: skip
@@ -93,13 +88,10 @@ def letters(size: int) -> list[bytes]:
 
 @contextmanager
 def engine_of(model: str, **options: Any) -> Iterator[Engine]:
-    if model == "box":
-        with Engine(model_path="box", **options) as engine:
-            yield engine
-        return
-    with dummy_engine(model, **options) as engine:
-        input_processor._refuse_without_text = lambda *_: None  # grammars have a vocabulary of their own here
-        engine._context.grammars.__dict__["vocabulary"] = Vocabulary(letters(engine._parts.spec.vocab_size), False)
+    with opened(model, skip_tokenizer_init=model != "box", **options) as engine:
+        if model != "box":
+            input_processor._refuse_without_text = lambda *_: None  # grammars have a vocabulary of their own here
+            engine._context.grammars.__dict__["vocabulary"] = Vocabulary(letters(engine._parts.spec.vocab_size), False)
         yield engine
 
 

@@ -17,15 +17,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from floors import floor, shape
-from measure import RESULTS, Budget, add_budget, environment, need_gpu, parser, summary
-from workloads import Work, suite
+from measure import Budget, add_budget, need_gpu, parser, summary, write
+from workloads import Work, generate, suite
 
 from fengine import Engine
 from fengine.config import QUANTIZATIONS
@@ -48,15 +47,17 @@ engine.shutdown()
 
 
 @contextmanager
-def dummy_engine(model: str, processor: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
-    """An engine over random weights in a shape of scripts/shapes; `processor` is that of images."""
+def opened(model: str, processor: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
+    """An engine over random weights in a shape of scripts/shapes, or over the box; `processor` is that of images."""
     gc.collect()  # what is left of an engine before
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shape(model)))
+        base: dict[str, Any] = {"model_path": "box", "skip_tokenizer_init": True}
+        if model != "box":
+            (Path(folder) / "config.json").write_text(json.dumps(shape(model)))
+            base |= {"model_path": folder, "load_format": "dummy", "dtype": "bfloat16", "context_length": CONTEXT}
         if processor is not None:
             (Path(folder) / "preprocessor_config.json").write_text(json.dumps(processor))
-        base = {"load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True, "context_length": CONTEXT}
-        with Engine(model_path=folder, **(base | options)) as engine:
+        with Engine(**(base | options)) as engine:
             engine.freeze_gc()  # as the commands and the server do
             try:
                 yield engine
@@ -64,20 +65,10 @@ def dummy_engine(model: str, processor: dict[str, Any] | None = None, **options:
                 gc.unfreeze()
 
 
-def write(name: str, figures: dict[str, Any], out: str | None) -> None:
-    """`figures` with their origin as JSON in `out` or scripts/results/<name>.json."""
-    path = Path(out) if out else RESULTS / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
-
-
 def run(engine: Engine, work: Work) -> float:
     """Seconds of one run on an empty prefix cache."""
     engine.flush_cache()
-    params: Any = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for _, n in work]
-    start = time.perf_counter()
-    engine.generate(input_ids=[ids for ids, _ in work], sampling_params=params)
-    return time.perf_counter() - start
+    return generate(engine, work)[0]
 
 
 def one_round(
@@ -86,7 +77,7 @@ def one_round(
     """Adds `runs` walls of every workload to `walls`, after a warm-up of the short ones; the engine's own figures."""
     begin = budget.clock()
     settings = options(numerics)
-    with dummy_engine(model, **settings) as engine:
+    with opened(model, **settings) as engine:
         facts = {"start_s": budget.clock() - begin, "engine": engine.stats()}
         for name, one in works.items():
             work = several(one, settings.get("dp_size", 1))

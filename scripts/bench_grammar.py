@@ -15,10 +15,11 @@ import json
 import statistics
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import parser, save, summary
+from measure import parser, save, summary, turns
 
 from fengine import Engine
 from fengine.core.step_trace import StepRecord
@@ -61,20 +62,17 @@ def run(engine: Engine, prompts: list[str], counts: list[int], grammar: dict[str
 
 
 def compared(engine: Engine, prompts: list[str], counts: list[int], grammar: dict[str, Any], runs: int) -> Any:
-    """All sides in turn, in the reverse order every other turn."""
-    rates: dict[str, list[float]] = {name: [] for name in SIDES}
-    drawn: dict[str, Any] = {}
-    for turn in range(-1, runs):
-        for name in SIDES if turn % 2 else SIDES[::-1]:
-            rate, drawn[name] = run(engine, prompts, counts, grammar if name == "with" else {})
-            if turn >= 0:
-                rates[name].append(rate)
-    pairs = [(a, b) for x, y in zip(drawn["without"], drawn["with"], strict=True) for a, b in zip(x, y, strict=True)]
-    turns = list(zip(*(rates[name] for name in SIDES), strict=True))
+    """All sides in turn."""
+    sides = {name: partial(run, engine, prompts, counts, grammar if name == "with" else {}) for name in SIDES}
+    found = turns(sides, runs)
+    rates = {name: [rate for rate, _ in each] for name, each in found.items()}
+    drawn = (found[name][-1][1] for name in ("without", "with"))
+    pairs = [(a, b) for x, y in zip(*drawn, strict=True) for a, b in zip(x, y, strict=True)]
+    rounds = list(zip(*rates.values(), strict=True))
     fastest = {name: max(values) for name, values in rates.items()}
     return {
-        "with / without": summary([b * (1 / a + 1 / c) / 2 for a, b, c in turns]),
-        "again / without": summary([c / a for a, _, c in turns]),
+        "with / without": summary([b * (1 / a + 1 / c) / 2 for a, b, c in rounds]),
+        "again / without": summary([c / a for a, _, c in rounds]),
         "fastest": {name: fastest[name] / fastest["without"] for name in ("with", "again")},
         "equal": sum(a == b for a, b in pairs) / len(pairs),
         "tokens": len(pairs),

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ def workload(size: int) -> Work:
     }
 
 
-def timed(model: Any, kind: str, asked: list[Any]) -> tuple[float, list[Any]]:
-    start = time.perf_counter()
-    found = getattr(model, kind)(asked, disable_tqdm=True)
+def timed(model: Callable[[], Any], kind: str, asked: list[Any]) -> tuple[float, list[Any]]:
+    run, start = getattr(model(), kind), time.perf_counter()
+    found = run(asked, disable_tqdm=True)
     return len(asked) / (time.perf_counter() - start), found
 
 
@@ -70,16 +71,10 @@ def fresh(model: FengineLM) -> FengineLM:
 def compare(work: Work, models: dict[str, Callable[[], Any]], runs: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, (kind, asked) in work.items():
-        speeds: dict[str, list[float]] = {key: [] for key in models}
-        answers: dict[str, list[Any]] = {}
-        for turn in range(runs + 1):  # the first warms up
-            for key, model in models.items():
-                speed, found = timed(model(), kind, asked)
-                if key == "fengine":
-                    assert answers.setdefault(key, found) == found, "fengine's bits differ between turns"
-                answers[key] = found
-                speeds[key] += [speed] if turn else []
-        figures[name] = {key: measure.summary(values) for key, values in speeds.items()}
+        found = measure.turns({key: partial(timed, model, kind, asked) for key, model in models.items()}, runs)
+        answers = {key: each[-1][1] for key, each in found.items()}
+        assert all(one == answers["fengine"] for _, one in found["fengine"]), "fengine's bits differ between turns"
+        figures[name] = {key: measure.summary([speed for speed, _ in each]) for key, each in found.items()}
         figures[name] |= {
             "requests": len(asked),
             "agree": {key: agree(answers["fengine"], answers[key]) for key in models},

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from bench_gpu import dummy_engine
+from bench_gpu import opened
 from measure import Budget, add_budget, parser, save, summary
 
 from fengine import Engine
@@ -126,11 +126,8 @@ def main() -> None:
         engines = []
         for more in ({}, lora):
             begin = time.perf_counter()
-            if box:
-                made = Engine(model_path="box", skip_tokenizer_init=True, **options, **more)
-            else:
-                made = dummy_engine(args.model, **({"context_length": 8192} | options | more))
-            engines.append(stack.enter_context(made))
+            own = {} if box else {"context_length": 8192}
+            engines.append(stack.enter_context(opened(args.model, **own, **options, **more)))
             starts.append(time.perf_counter() - begin)
         plain, adapted = engines
         tensors = peft_tensors(adapted, args.rank, 0)

@@ -13,7 +13,6 @@ at once, and the last rows run with ever fewer neighbours.
 """
 
 import json
-import random
 import selectors
 import socket
 import statistics
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from measure import parser, save, summary
+from workloads import Work, generate, uniform
 
 from fengine import Engine
 from fengine.server.app import make_app
@@ -33,25 +33,6 @@ from fengine.server.config import ServerConfig
 from fengine.server.server import listen, server_of
 
 STREAMS = 64
-Work = list[tuple[list[int], int]]  # prompts, and how many tokens each is answered with
-
-
-def requests(count: int, vocab: int, seed: int = 0) -> Work:
-    draw = random.Random(seed)
-    return [
-        ([draw.randrange(10, vocab - 10) for _ in range(draw.randint(8, 200))], draw.randint(256, 512))
-        for _ in range(count)
-    ]
-
-
-def offline(engine: Engine, work: Work) -> float:
-    """Seconds."""
-    params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for _, n in work]
-    start = time.perf_counter()
-    outputs: Any = engine.generate(input_ids=[ids for ids, _ in work], sampling_params=params)
-    took = time.perf_counter() - start
-    assert [o["meta_info"]["completion_tokens"] for o in outputs] == [n for _, n in work]
-    return took
 
 
 # -- the client, in a process of its own -------------------------------------------------------------------------------
@@ -180,7 +161,7 @@ def turn(engine: Engine, reader: Client, ports: dict[str, int], work: Work, back
     for name in sorted(["offline", *ports], reverse=backwards):
         had = time.process_time()
         if name == "offline":
-            took = offline(engine, work)
+            took, _ = generate(engine, work)
             found[name] = Run(took, time.process_time() - had)
         else:
             told = reader.run(ports[name], work)
@@ -212,7 +193,7 @@ def main() -> None:
     reader = Client()
     with Engine(model_path="box", disable_radix_cache=True, max_running_requests=STREAMS) as engine:
         assert engine.tokenizer is not None
-        work = requests(args.requests, engine.tokenizer.vocab_size)
+        work = uniform(args.requests, 8, 200, 256, 512, engine.tokenizer.vocab_size, 0, edge=10)
         servers = {f"server, {float(word):g} chunks/s": start(engine, float(word)) for word in args.chunks.split(",")}
         ports = {name: port for name, (port, _) in servers.items()}
         engine.freeze_gc()  # as `fengine serve` does

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from bench_gpu import dummy_engine
+from bench_gpu import opened
 from floors import shape
 from measure import parser, save
 from proof import picture
@@ -146,7 +146,7 @@ def main() -> None:
                  "merge_size": vision["spatial_merge_size"],
                  "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280 * 4}}  # fmt: skip
     options = {"device": args.device, "context_length": 4096, "image_cache_mib": 2048}
-    with dummy_engine(args.model, processor=processor, **options) as engine:
+    with opened(args.model, processor=processor, **options) as engine:
         urls = [picture(i, args.side, args.side) for i in range(min(args.count, 4))]
         engine._parts.images.read(picture(9, 56, 56))  # imports, a process to decode
         reading, read = timed(lambda: engine._parts.images.read(urls))

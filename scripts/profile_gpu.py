@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from bench_gpu import dummy_engine, options, write
+from bench_gpu import opened, options
 from floors import floor, shape
-from measure import Budget, add_budget, need_gpu
+from measure import Budget, add_budget, need_gpu, write
 from workloads import Work, suite
 
 from fengine import Engine
@@ -234,7 +234,7 @@ def profile_model(model: str, args: argparse.Namespace, budget: Budget) -> dict[
     config = shape(model)
     works = suite(model, config["vocab_size"])
     names = list(works) if args.workload == ["all"] else args.workload or FIRST
-    with dummy_engine(model, **options(args.numerics)) as engine:
+    with opened(model, **options(args.numerics)) as engine:
         rows: dict[str, Any] = {"numerics": args.numerics, "engine": engine.stats()}
         for name in names:
             if not budget.allows(f"{model} {name}", 3 * floor(config, works[name]).total + 3):

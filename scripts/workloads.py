@@ -2,17 +2,32 @@
 does the same work."""
 
 import random
+import time
+from typing import Any
+
+from fengine import Engine
 
 Work = list[tuple[list[int], int]]  # prompt token ids, number of output tokens
 
 
-def uniform(n: int, lo: int, hi: int, out_lo: int, out_hi: int, vocab: int, seed: int) -> Work:
-    """n requests with prompt lengths in [lo, hi] and output lengths in [out_lo, out_hi]."""
+def uniform(n: int, lo: int, hi: int, out_lo: int, out_hi: int, vocab: int, seed: int, edge: int = 1000) -> Work:
+    """n requests with prompt lengths in [lo, hi] and output lengths in [out_lo, out_hi]; of the vocabulary without its
+    `edge` on both sides, where special tokens are."""
     r = random.Random(seed)
     return [
-        ([r.randrange(1000, vocab - 1000) for _ in range(r.randint(lo, hi))], r.randint(out_lo, out_hi))
+        ([r.randrange(edge, vocab - edge) for _ in range(r.randint(lo, hi))], r.randint(out_lo, out_hi))
         for _ in range(n)
     ]
+
+
+def generate(engine: Engine, work: Work) -> tuple[float, list[list[int]]]:
+    """Seconds of one call with all of it, and the drawn tokens."""
+    params: Any = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for _, n in work]
+    start = time.perf_counter()
+    outputs: Any = engine.generate(input_ids=[ids for ids, _ in work], sampling_params=params)
+    seconds, drawn = time.perf_counter() - start, [output["output_ids"] for output in outputs]
+    assert [len(ids) for ids in drawn] == [n for _, n in work]
+    return seconds, drawn
 
 
 def shared_prefix(groups: int, per_group: int, prefix: int, suffix: int, out: int, vocab: int, seed: int) -> Work:

@@ -112,7 +112,7 @@ def test_a_budget_leaves_out_what_would_not_end_in_time(monkeypatch: pytest.Monk
         begun.append(seconds)
         return seconds
 
-    monkeypatch.setattr(bench_gpu, "dummy_engine", lambda model, **options: Fake())
+    monkeypatch.setattr(bench_gpu, "opened", lambda model, **options: Fake())
     monkeypatch.setattr(bench_gpu, "run", run)
     budget = Budget(42.0, lambda: now[0])
     only = ["latency_b1", "shared_prefix"]
