@@ -448,6 +448,9 @@ def test_mistakes_need_no_torch() -> None:
 def test_config_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--cfg", "job", "sampling=greedy"]) == run.OK
     assert "temperature: 0.0" in capsys.readouterr().out
+    assert run.main(["--cfg", "job", "--resolve", "out=${oc.env:NO_SUCH}"]) == run.USAGE
+    assert "'NO_SUCH' not found" in capsys.readouterr().err
+    assert [run.main(words) for words in (["--cfg", "job", "-cn", "eval"], ["eval", "--cfg", "job"])] == [2, 0]
 
 
 def test_unknown_flag_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,6 +144,8 @@ def opened(command: Namespace, schema: Schema) -> Iterator[Hydra]:
                 entries.insert(-2, entries.pop())  # Hydra's schema comes last
             loader.repository = ConfigFiles(loader.config_search_path)
             yield main
+    except OmegaConfBaseException as error:  # of what Hydra shows
+        raise ConfigError(guard.explained(error, schema)) from error
     finally:
         HydraConfig.instance().cfg = before
 

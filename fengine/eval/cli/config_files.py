@@ -40,6 +40,8 @@ class ConfigFiles(ConfigRepository):
         files = [Path(one.path, f"{config_path.removesuffix('.yaml')}.yaml") for one in having]
         stamps = [(file, (stat := file.stat()).st_ino, stat.st_size, stat.st_mtime_ns) for file in files]
         key = (config_path, *(one.path for one in self.sources), *stamps)
+        if not files:  # a dataclass, which a command brings
+            return super().load_config(config_path)
         if key not in self.read:
             for file in files:
                 check_yaml(file)

@@ -15,7 +15,7 @@ PATTERNS = ("sampling.regex", "task.extract", "task.judge.extract", "task.delimi
 FILES = ("sampling.json_schema", "sampling.ebnf", "sampling.structural_tag", "chat.template_kwargs", "chat.system",
          "task.prompt", "task.judge.prompt", "task.judge.system", "task.judge.sampling")  # fmt: skip
 TEXTS = (*PATTERNS, *FILES)  # whose values are texts with whatever is in them; those of FILES may be read as @FILE
-PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[a-z_/][\w./-]*", re.IGNORECASE)  # a text to Hydra as it stands
+PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[a-z_/][\w./-]*", re.I | re.ASCII)  # a text to Hydra as it stands
 MAX_FILE = 1 << 20  # bytes
 
 
@@ -133,7 +133,7 @@ def _content(key: str, name: str) -> str:
     try:
         if Path(name).is_fifo() and not name.startswith("/dev/"):  # a shell's <(…) is one, which somebody writes to
             raise ValueError("it is a pipe")
-        with Path(name).expanduser().open("rb") as file:
+        with Path(os.path.expanduser(name)).open("rb") as file:
             found = file.read(MAX_FILE + 1)
         if len(found) > MAX_FILE:
             raise ValueError(f"it has more than {MAX_FILE:,} bytes")

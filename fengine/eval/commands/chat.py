@@ -2,6 +2,7 @@
 Exit codes:  0 ended by /exit or the end of input, 1 the engine died, 2 usage or configuration."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ class Chat:
         elif name == "save" and value:
             try:
                 content = json.dumps({"messages": self._turns()}, ensure_ascii=False) + "\n"
-                write_file(Path(value).expanduser(), content)
+                write_file(Path(os.path.expanduser(value)), content)
             except FengineError as error:
                 self._tell(str(error))
                 return
