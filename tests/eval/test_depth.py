@@ -36,6 +36,10 @@ WORDS = ("case", "punctuation", "articles", "blanks")
         ("number", "none", "0", False),
         ("number", "x1", "1", False),
         ("number", "1e3", "1000", True),
+        ("number", "so it is .5", "0.5", True),
+        ("number", "so x = −5", "-5", True),  # a minus sign
+        ("number", "so x = −5", "5", False),
+        ("number", "in v1.2.5", "5", False),
         ("regex", "in the year 1999", r"\b19\d\d\b", True),
         ("regex", "in the year 2001", r"\b19\d\d\b", False),
         ("f1", "the cat sat", "a cat sat down", 0.8),  # 2 words in common of 2 and 3
@@ -93,6 +97,7 @@ def test_groups_have_metrics_of_their_own(tmp_path: Path) -> None:
         ({"examples": "e.jsonl"}, "task.shots=N"),
         ({"shots": 2, "examples": "e.jsonl"}, "a template"),
         ({"shots": 2, "examples": "e.jsonl", "prompt": "x", "target": None, "match": Match.none}, "task.target"),
+        ({"shots": 1, "examples": "./d.jsonl", "prompt": "x"}, "would be shown with their own answers"),
         ({"shots": -1, "examples": "e.jsonl", "prompt": "x"}, "task.shots must be at least 1"),
         ({"kind": TaskKind.perplexity, "group_by": "x"}, "task.group_by is for kind=generate and kind=choice"),
     ],

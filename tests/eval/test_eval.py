@@ -203,6 +203,10 @@ def test_the_example_in_the_yaml_is_what_it_says(engines: list[FakeEngine]) -> N
 def test_nothing_scored_is_told(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["eval", "task=jsonl", "task.data=rows.jsonl", "view=plain", "out=u"]) == run.OK
     assert "nothing was scored: add for example task.match=exact task.target=answer" in capsys.readouterr().err
+    words = ["task=jsonl", "task.data=rows.jsonl", "task.samples=2", "view=plain"]
+    for kind, told in (("greedy", True), ("default", False)):
+        assert run.main(["eval", *words, f"sampling={kind}", f"out={kind}"]) == run.OK
+        assert ("draws the same answer each time" in capsys.readouterr().err) is told
 
 
 def crashing(monkeypatch: pytest.MonkeyPatch, left: int) -> Callable[[], int]:

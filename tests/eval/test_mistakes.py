@@ -179,6 +179,7 @@ def test_home_grammars_and_files_of_grammars(tmp_path: Path, monkeypatch: pytest
 def test_texts_and_paths_need_no_second_quotes(tmp_path: Path) -> None:
     assert config('chat.system=Say "no", (or) {yes}').chat.system == 'Say "no", (or) {yes}'
     assert config("model.path=/my models/ü (v2)").engine.model.path == "/my models/ü (v2)"
+    assert config("out=/home/josé/a.jsonl").out == "/home/josé/a.jsonl"
     assert config("prompts=a=ü.txt").prompts == "a=ü.txt"
     found = points(parse([r"task.extract=(\d+), (a)", "task=capitals"], EVAL), EVAL)[0].config
     assert found.task.extract == r"(\d+), (a)"
@@ -270,6 +271,7 @@ ASKED = ["eval", "task=jsonl", "task.data=in.jsonl", "task.prompt={q}", "task.ma
             "has no column 'p'; it has 'q'",
         ),
         ([{"q": "a", "answer": 1}], [*ASKED, "task.group_by=topic"], "has no column 'topic'; it has 'q', 'answer'"),
+        ([{"q": "a", "answer": " "}], [*ASKED[:4], "task.match=contains", ASKED[5]], "which any text contains"),
         ([{"q": "a", "answer": "b"}], [*ASKED[:4], "task.match=number", ASKED[5]], "'answer' holds no number, got 'b'"),
     ],
 )

@@ -163,6 +163,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         ("rows.xyz", b"a,b\n", "set task.format"),
         ("rows.jsonl.gz", b"\x1f\x8b\x08\x00", "unpack it first"),
         (".", None, "set task.format"),
+        ("~nosuchuser.jsonl", None, "does not exist"),
     ],
 )
 def test_files_that_are_no_rows(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -395,6 +396,9 @@ def test_json_and_prefix(tmp_path: Path) -> None:
     assert {k: right[k] for k in ("found", "valid_json", "fields", "json_match")} == {
         "found": True, "valid_json": True, "fields": 1.0, "json_match": True,
     }  # fmt: skip
+    assert task.score(row(prompt="p", answer='{"b": 2, "a": 1}'), [answer('```json{"b": 2, "a": 1}```')]) == right | {
+        "extracted": '{"b": 2, "a": 1}'
+    }  # a column of JSON's texts
     assert task.score(one, [answer("{}")]) == {"found": False, "valid_json": False, "fields": 0.0, "json_match": False}
     task = open_task(TaskConfig("t", data="x.jsonl", match=Match.prefix), tmp_path)
     assert task.score(row(prompt="p", answer="Rome"), [answer(" Rome, of course")]) == {"prefix_match": True}

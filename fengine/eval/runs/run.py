@@ -92,6 +92,8 @@ def survey(config: EvalConfig, base: Path, screen: QuietView) -> None:
     chats = list[Any]()
     task = open_task(config.task, base, lambda messages, *_: chats.append(messages) or [0])
     refuse_rows(task, check_request if config.task.format is Format.batch else None)
+    if config.task.samples > 1 and config.sampling.temperature == 0:
+        screen.warn("task.samples draws the same answer each time at sampling.temperature=0; set that, too")
     if not chats and (config.chat.system is not None or config.chat.template_kwargs is not None):
         key = "chat" if config.task.format is Format.prompts else "task.chat"
         screen.warn(

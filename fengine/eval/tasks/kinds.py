@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fengine.api.chat_images import without_images
+from fengine.core.json_text import parse_json
 from fengine.errors import ConfigError, InputFileError
 from fengine.eval.tasks import scoring, statistics
 from fengine.eval.tasks.columns import column, filled, grouped, images_of, problem, refuse_bare, with_digests
@@ -204,19 +206,24 @@ class GenerateTask(_Task):
         elif config.match is Match.f1:
             scores["f1"] = found is not None and scoring.token_f1(found, self._references(row), config.normal_form)
         elif config.match is Match.json:
-            scores |= scoring.json_scores("" if found is None else found, self.target_of(row))
+            scores |= scoring.json_scores("" if found is None else found, self._references(row))
         return scores
 
     def _references(self, row: Row) -> Any:
-        """A list of texts; for json, any value. Pure. Errors: InputFileError."""
-        target = self.target_of(row)
-        if self.config.match is Match.json:
+        """A list of texts; for json, any value, also an object or a list as a text. Pure. Errors: InputFileError."""
+        target, match = self.target_of(row), self.config.match
+        if match is Match.json:
+            with suppress(ValueError):
+                target = parse_json(target) if isinstance(target, str) and target.strip()[:1] in ("{", "[") else target
             return target
         listed = target if isinstance(target, list) else [target]
         if not listed or not all(isinstance(one, (str, int, float)) and not isinstance(one, bool) for one in listed):
             raise problem(row, f"{self.config.target!r} must be a text, a number, or a list of them")
         texts = [str(one) for one in listed]
-        if self.config.match is Match.number and not any(map(scoring.numbers, texts)):
+        kept = [scoring.normal(text, self.config.normal_form) for text in texts]
+        if match in (Match.contains, Match.prefix) and not all(kept):
+            raise problem(row, f"{self.config.target!r} is empty in task.normal_form, which any text contains")
+        if match is Match.number and not any(map(scoring.numbers, texts)):
             raise problem(
                 row, f"{self.config.target!r} holds no number, got {texts[0]!r:.80}; task.match=number needs one"
             )

@@ -16,7 +16,7 @@ from fengine.core.json_text import parse_json
 from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval.tasks.task import Answer
 
-NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 # Scores that say right or wrong, the first that is there.
 PRIMARY = (*(f"{match}_match" for match in "exact prefix contains number regex json".split()), "acc", "judge")
 TOLD = ("found", "judged")  # whether there was something to score: neither right nor wrong
@@ -62,8 +62,8 @@ def matches(match: str, text: str, references: Iterable[str], forms: Sequence[st
 
 
 def numbers(text: str) -> list[float]:
-    """The numbers of a text, thousands written with commas or not. Pure."""
-    return [float(match.replace(",", "")) for match in NUMBER.findall(text)]
+    """The numbers of a text, thousands written with commas or not, with a hyphen or a minus sign. Pure."""
+    return [float(match.replace(",", "")) for match in NUMBER.findall(text.replace("−", "-"))]
 
 
 def token_f1(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> float:

@@ -57,7 +57,7 @@ def _read(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
         return _rows(_numbered(columns.read_dataset(config.data, config.subset, config.split)), "row", config)
     if config.format is Format.drawn:
         return _rows(_numbered(drawn.rows(int(config.data))), "row", config)
-    path = base / Path(config.data).expanduser()
+    path = base / os.path.expanduser(config.data)
     form = _format(path, config)
     if form is Format.parquet:
         return _rows(_numbered(columns.read_parquet(path)), "row", config)
@@ -70,7 +70,7 @@ def data_path(config: TaskConfig, base: Path) -> Path | None:
     """The file that `read_rows` reads, as an absolute path; None for rows of no file. Pure."""
     if config.data is None or config.format in (Format.hf, Format.drawn) or config.prompts is not None:
         return None
-    return (base / Path(config.data).expanduser()).absolute()
+    return (base / os.path.expanduser(config.data)).absolute()
 
 
 def _format(path: Path, config: TaskConfig) -> Format:

@@ -27,7 +27,7 @@ class Match(Enum):
     number = "number"  # its last number equals the reference's by value
     f1 = "f1"  # the words in common with a reference, as SQuAD's F1; task.normal_form says what words are
     regex = "regex"  # a reference is a regular expression that is found in it
-    json = "json"  # is JSON, and has the reference's fields
+    json = "json"  # is JSON, and has the fields of the reference, which may be a text of JSON
 
 
 class Select(Enum):
@@ -144,6 +144,8 @@ def _of_kinds(config: TaskConfig) -> dict[str, bool]:
         "task.shots needs task.examples=FILE.jsonl, a template: task.prompt, and references: task.target":
             shots and not (config.examples and config.prompt and config.target),
         "task.examples is shown by task.shots=N": config.examples is not None and not shots,
+        "task.examples is the file of the rows, whose first ones would be shown with their own answers: give another":
+            bool(config.examples and config.data) and Path(config.examples or "") == Path(config.data or ""),
     }  # fmt: skip
 
 
