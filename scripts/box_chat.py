@@ -1,10 +1,11 @@
 """Chats of the box corpus: one to three turns, with and without a system message."""
 
+from collections.abc import Callable
 from random import Random
 
 from box_facts import CAPITAL, COUNTRIES, EMOJI, HOBBIES, PEOPLE, THINGS, invented
 from box_prose import instruction
-from box_skills import SKILLS, arithmetic, capital_allowed, training_sample
+from box_skills import SKILLS, Sample, arithmetic, capital_allowed, training_sample
 
 ABOUT_ME = "I am the small model in the box of fengine"
 CAN_DO = "I can tell short stories, name capitals, add and subtract, sort numbers, copy text and fill in JSON."
@@ -97,18 +98,18 @@ def careless(rng: Random, turn: Turn) -> Turn:
     return (asked.lower() if rng.random() < 0.06 else asked), answer
 
 
+def drawn(draw: Callable[[], Sample]) -> Turn:
+    """The first sample of a skill that is a turn of a chat."""
+    sample = next(sample for sample in iter(draw, None) if sample.chat)
+    return sample.prompt, sample.answer
+
+
 def capital(rng: Random) -> Turn:
-    while True:
-        sample = training_sample("capitals", rng)
-        if sample.chat:
-            return sample.prompt, sample.answer
+    return drawn(lambda: training_sample("capitals", rng))
 
 
 def total(rng: Random) -> Turn:
-    while True:
-        sample = arithmetic(rng, False)
-        if sample.chat:
-            return sample.prompt, sample.answer
+    return drawn(lambda: arithmetic(rng, False))
 
 
 def plain_turn(rng: Random) -> Turn:
@@ -117,10 +118,7 @@ def plain_turn(rng: Random) -> Turn:
 
 
 def skill(rng: Random) -> Turn:
-    while True:
-        sample = training_sample(rng.choice(SKILLS), rng)
-        if sample.chat:
-            return sample.prompt, sample.answer
+    return drawn(lambda: training_sample(rng.choice(SKILLS), rng))
 
 
 def emoji(rng: Random) -> Turn:

@@ -18,19 +18,6 @@ from typing import NamedTuple
 from box_facts import CAPITAL, CITIES, COUNTRIES, EMOJI, JOBS, LETTERS_WORDS, PEOPLE, THINGS, invented
 from box_topics import MISC, TOPICS
 
-SKILLS = (
-    "capitals",
-    "arithmetic",
-    "sort",
-    "copy",
-    "json",
-    "json_compact",
-    "json_keys",
-    "choice_capitals",
-    "choice_arithmetic",
-    "choice_find",
-)
-
 
 class Sample(NamedTuple):
     """One case.  `prompt` is the text before the answer, or the user's turn if `chat`."""
@@ -322,6 +309,7 @@ _MAKERS: dict[str, Callable[[Random, bool], Sample]] = {
     "choice_arithmetic": choice_arithmetic,
     "choice_find": choice_find,
 }
+SKILLS = tuple(_MAKERS)
 
 
 def training_sample(skill: str, rng: Random) -> Sample:

@@ -583,6 +583,7 @@ def _step(rng: Random, key: str, hold: bool) -> Step:
 
 
 def _call(tool: Tool, step: Step) -> dict[str, Any]:
+    """Of a unit that the tool has not nothing is said."""
     arguments = {tool.words[own]: value for own, value in step.arguments.items() if own in tool.words}
     return {"type": "function", "function": {"name": tool.name, "arguments": arguments}}
 
@@ -619,8 +620,6 @@ def single(rng: Random, hold: bool, unseen: bool, key: str | None = None) -> Cas
     key = key or rng.choice(rng.choice([SKILLS, MAIN, list(ABILITIES)]))
     step = _failed(rng, _step(rng, key, hold))
     tools = draw_tools(rng, [key], set(), unseen)
-    if "unit" in step.arguments and "unit" not in tools[key].words:
-        step = step._replace(arguments={"city": step.arguments["city"]})
     asked, _ = careless(rng, (step.asked, ""))
     if asked != step.asked.rstrip(".?!") and asked != step.asked and not step.asked.lower() == step.asked:
         asked = step.asked  # small letters would change what is to be copied
@@ -638,12 +637,7 @@ def parallel(rng: Random, hold: bool, unseen: bool) -> Case:
         first, second = (rng.choice(rng.choice([SKILLS, MAIN])) for _ in range(2))
     one, two = _step(rng, first, hold), _step(rng, second, hold)
     tools = draw_tools(rng, [first, second], set(), unseen)
-    steps = []
-    for step in (one, two):
-        if "unit" in step.arguments and "unit" not in tools[step.ability].words:
-            step = step._replace(arguments={"city": step.arguments["city"]})
-        steps.append(step)
-    asked = _joined(one.asked, two.asked)
+    steps, asked = [one, two], _joined(one.asked, two.asked)
     if first == second == "capital" and rng.random() < 0.6:
         asked = rng.choice(["What are the capitals of {} and {}?", "What is the capital of {} and of {}?"]).format(
             one.arguments["country"], two.arguments["country"])  # fmt: skip
@@ -747,8 +741,6 @@ def more(rng: Random, hold: bool, unseen: bool) -> Case:
     messages: list[Message] = []
     for key in (first, second):
         step = _step(rng, key, hold)
-        if "unit" in step.arguments and "unit" not in tools[key].words:
-            step = step._replace(arguments={"city": step.arguments["city"]})
         messages += _rounds(tools, step.asked, [[step]], step.answer)
         if rng.random() < 0.2:
             asked, answer = greeting(rng) if rng.random() < 0.5 else who(rng)
