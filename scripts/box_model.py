@@ -26,6 +26,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def keep_angles(model: nn.Module, s: Shape) -> None:
+    """Gives a model what `rotate` takes, as the buffers cos and sin [positions, head_dim / 2]."""
+    frequency = s.theta ** (-torch.arange(0, s.head_dim, 2).float() / s.head_dim)
+    angle = torch.outer(torch.arange(s.positions).float(), frequency)
+    model.register_buffer("cos", angle.cos(), persistent=False)
+    model.register_buffer("sin", angle.sin(), persistent=False)
+
+
 class Norm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -104,10 +112,7 @@ class Box(nn.Module):
             if weight.dim() > 1:  # the two projections into the residual stream start smaller
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * s.layers) ** 0.5 if deep else 0.02)
-        frequency = s.theta ** (-torch.arange(0, s.head_dim, 2).float() / s.head_dim)
-        angle = torch.outer(torch.arange(s.positions).float(), frequency)
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
+        keep_angles(self, s)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.model.embed_tokens(ids)

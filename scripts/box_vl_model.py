@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from box_model import Body, Shape
+from box_model import Body, Shape, keep_angles
 from torch import nn
 from torch.nn import functional
 
@@ -75,10 +75,7 @@ class BoxVL(nn.Module):
             "vision_model": Tower(seeing), "text_model": Body(decoder),
             "connector": nn.ModuleDict({"modality_projection": projection}),
         })  # fmt: skip
-        frequency = decoder.theta ** (-torch.arange(0, decoder.head_dim, 2).float() / decoder.head_dim)
-        angle = torch.outer(torch.arange(decoder.positions).float(), frequency)
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
+        keep_angles(self, decoder)
         self.run_tower = self.run_decoder = apply
 
     def see(self, pixels: torch.Tensor) -> torch.Tensor:
