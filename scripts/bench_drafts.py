@@ -10,9 +10,9 @@ of logprobs that differ from the run without drafts are counted, and must be 0. 
 step in front of them is read.
 """
 
-import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,39 +26,17 @@ from bench_gpu import opened
 from bench_speculation import differing
 from floors import shape
 from measure import Budget, add_budget, need_gpu, parser, save
-from safetensors.torch import save_file
 
 from fengine import Engine
 from fengine.core.speculation import Ask, Late, Speculation
 from fengine.worker.warm_up import warm_step
 
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import eagle_heads  # type: ignore[import-not-found]
+
 CHANCE = 0.75  # of a guess behind right ones: 0.75 + ... + 0.75 ** 5 = 2.29 right ones in a try of five
 HEAD_IDS = 32000
-
-
-def write_head(folder: Path, target: dict[str, Any]) -> None:
-    """An EAGLE-3 head of random weights for the shape of a target."""
-    hidden, mlp, heads = target["hidden_size"], target["intermediate_size"], target["num_attention_heads"]
-    width = target.get("head_dim") or hidden // heads
-    ids = min(HEAD_IDS, target["vocab_size"])
-    kv = target["num_key_value_heads"] * width
-    shapes = {
-        "fc.weight": (hidden, 3 * hidden), "midlayer.self_attn.q_proj.weight": (heads * width, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden), "midlayer.self_attn.v_proj.weight": (kv, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, heads * width), "lm_head.weight": (ids, hidden),
-        "midlayer.mlp.gate_proj.weight": (mlp, hidden), "midlayer.mlp.up_proj.weight": (mlp, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, mlp),
-    }  # fmt: skip
-    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
-    device, kind = "cuda", torch.bfloat16
-    tensors = {name: torch.randn(s, device=device, dtype=kind) * s[-1] ** -0.5 for name, s in shapes.items()}
-    tensors |= {f"{name}.weight": torch.ones(hidden, device=device, dtype=kind) for name in norms}
-    tensors["d2t"] = torch.zeros(ids, dtype=torch.int64)
-    save_file({name: x.cpu() for name, x in tensors.items()}, folder / "model.safetensors")
-    config = {name: target[name] for name in target if name not in ("architectures", "tie_word_embeddings")}
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
-               "draft_vocab_size": ids, "tie_word_embeddings": False}  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 class Forced:
@@ -171,7 +149,7 @@ def main() -> None:
     budget, cases, costs = Budget(args.budget), {}, {}
     target = shape(args.model)
     with tempfile.TemporaryDirectory() as folder:
-        write_head(Path(folder), target)
+        eagle_heads.write(Path(folder), target, head=min(HEAD_IDS, target["vocab_size"]))
         options: dict[str, Any] = {
             "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": folder, "max_running_requests": 64,
             "disable_radix_cache": True, "chunked_prefill_size": 4096,

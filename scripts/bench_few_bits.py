@@ -16,20 +16,19 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench_gpu import opened
 from measure import environment, graph_us
 from quantize import config_of
 from torch import Tensor
 
-from fengine import Engine
 from fengine.ops import e4m3, linear_launch, quantized, quantized_launch, w8a8, w8a8_hopper, w8a8_launch
 from fengine.ops.ahead import compiling
 from fengine.ops.int4_hopper import Eights
@@ -37,7 +36,6 @@ from fengine.ops.linear_launch import REFERENCE, Schedule
 from fengine.ops.quantized_hopper import Tiles
 from fengine.ops.quantized_launch import Matrix
 
-SHAPES = Path(__file__).resolve().parent / "shapes"
 MATRICES = {  # name: (N, K)
     "llama-8b qkv": (6144, 4096), "llama-8b o": (4096, 4096), "llama-8b gate_up": (28672, 4096),
     "llama-8b down": (4096, 14336), "qwen-0.5b gate_up": (9728, 896), "qwen-0.5b down": (896, 4864),
@@ -255,30 +253,22 @@ def on_gpu(names: list[str], kinds: list[str], sizes: list[int]) -> tuple[list[d
     return rows, wrong
 
 
-def engine_of(folder: Path, config: dict[str, Any] | None) -> Engine:
-    told = {"quantization_config": config} if config else {}
-    return Engine(
-        model_path=str(folder), load_format="dummy", dtype="bfloat16", device="cpu", skip_tokenizer_init=True,
-        max_total_tokens=512, json_model_override_args=told,
-    )  # fmt: skip
-
-
 def on_cpu(shape: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
     """Milliseconds a token, of the best of several rounds in which the forms take turns."""
     forms = {"bf16": None, "int4": config_of("w4a16", 128, ["lm_head"]), "fp8": config_of("fp8", 0, ["lm_head"])}
     found: dict[str, list[float]] = {name: [] for name in forms}
-    with tempfile.TemporaryDirectory() as folder:
-        config = json.loads((SHAPES / f"{shape}.json").read_text())
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        engines = {name: engine_of(Path(folder), form) for name, form in forms.items()}
+    options: dict[str, Any] = {"device": "cpu", "context_length": None, "max_total_tokens": 512}
+    with ExitStack() as stack:
+        engines = {}
+        for name, form in forms.items():
+            told = {"quantization_config": form} if form else {}
+            engines[name] = stack.enter_context(opened(shape, **options, json_model_override_args=told))
         asked = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
         for _, (name, engine) in itertools.product(range(rounds), engines.items()):
             engine.generate(input_ids=[3, 4, 5], sampling_params=asked | {"max_new_tokens": 2})
             start = time.perf_counter()
             engine.generate(input_ids=[3, 4, 5], sampling_params=asked)
             found[name].append((time.perf_counter() - start) * 1000 / tokens)
-        for engine in engines.values():
-            engine.shutdown()
     rows = [{"form": name, "ms_per_token": min(times), "rounds": times} for name, times in found.items()]
     for row in rows:
         times = min(found["bf16"]) / row["ms_per_token"]

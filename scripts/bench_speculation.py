@@ -13,13 +13,13 @@ off, which must be 0.
 
 import random
 import statistics
-import struct
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from measure import parser, save
+from proof import float_bits
 
 from fengine import Engine
 
@@ -83,10 +83,6 @@ def run(llm: Engine, call: dict[str, Any]) -> tuple[float, float, list[Any]]:
     return time.perf_counter() - start, time.process_time() - busy, outputs
 
 
-def bits(value: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", value))[0]
-
-
 def differing(a: list[Any], b: list[Any]) -> int:
     """Tokens and logprob bits that differ."""
     count = 0
@@ -94,7 +90,7 @@ def differing(a: list[Any], b: list[Any]) -> int:
         pairs = [o["meta_info"]["output_token_logprobs"] for o in (x, y)]
         count += abs(len(pairs[0]) - len(pairs[1]))
         for (p, i, _), (q, j, _) in zip(*pairs, strict=False):
-            count += (i != j) + (bits(p) ^ bits(q)).bit_count()
+            count += (i != j) + (float_bits(p) ^ float_bits(q)).bit_count()
     return count
 
 

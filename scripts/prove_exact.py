@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from floors import shape
 from layouts import Case, Layout, Outcome, careless_linear, layouts
-from measure import RESULTS, Budget, environment
+from measure import Budget, write
 from proof import Answer, Ask, alone, difference, requests, total, with_images
 
 import fengine
@@ -265,7 +265,6 @@ def main() -> None:
         return answer_task(*args.answer)
     kind = "gpu" if args.device.startswith("cuda") else "cpu"
     sizes = SIZES["cuda" if kind == "gpu" else "cpu"]
-    path = Path(args.out) if args.out else RESULTS / f"prove_exact_{kind}.json"
     rows: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
     print(
@@ -283,10 +282,8 @@ def main() -> None:
             facts[model] = work.run()
         rows += work.rows
         settings = {k: v for k, v in vars(args).items() if k not in ("answer", "out")}
-        record = {"environment": environment(), "settings": settings, "status": status(rows)}
-        record |= {"models": facts, "rows": rows}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        record = {"settings": settings, "status": status(rows), "models": facts, "rows": rows}
+        path = write(f"prove_exact_{kind}", record, args.out)
     worst = status(rows)
     words = {
         0: "every bit compared is equal, and the control was found",
