@@ -44,6 +44,7 @@ WORDS = ("case", "punctuation", "articles", "blanks")
         ("regex", "in the year 2001", r"\b19\d\d\b", False),
         ("f1", "the cat sat", "a cat sat down", 0.8),  # 2 words in common of 2 and 3
         ("f1", "dog", "cat", 0.0),
+        ("f1", "$5 + tax", "5 tax", 1.0),  # SQuAD's punctuation is ASCII's, with its symbols
         ("f1", "The", "a", 1.0),  # nothing is left of either
     ],
 )

@@ -138,15 +138,15 @@ def test_an_interrupted_sweep_goes_on(
         return await generate(self, **call)
 
     monkeypatch.setattr(FakeEngine, "async_generate", interrupted)
-    assert sweep("seed=1,2,3", "out=s", view="plain") == run.INTERRUPTED
-    assert statuses("s") == ["ok", "interrupted", "waiting"]
-    assert capsys.readouterr().err.count("to go on, run the same command with out=s\n") == 1
+    assert sweep("seed=1,2,3", "out=my s", view="plain") == run.INTERRUPTED
+    assert statuses("my s") == ["ok", "interrupted", "waiting"]
+    assert capsys.readouterr().err.count("to go on, run the same command with out='my s'\n") == 1
     monkeypatch.setattr(FakeEngine, "async_generate", generate)
-    assert sweep("seed=1,2,3", "out=s") == run.OK and statuses("s") == ["ok"] * 3
+    assert sweep("seed=1,2,3", "out=my s") == run.OK and statuses("my s") == ["ok"] * 3
     for name in ("0/outputs.jsonl", "1/outputs.jsonl", "2/outputs.jsonl", "sweep.json", "sweep.md", "1/metrics.json"):
-        assert Path("s", name).read_bytes() == Path("whole", name).read_bytes()
-    before, loaded = files(Path("s")), len(engines)
-    assert sweep("seed=1,2,3", "out=s") == run.OK and len(engines) == loaded and files(Path("s")) == before
+        assert Path("my s", name).read_bytes() == Path("whole", name).read_bytes()
+    before, loaded = files(Path("my s")), len(engines)
+    assert sweep("seed=1,2,3", "out=my s") == run.OK and len(engines) == loaded and files(Path("my s")) == before
 
 
 def test_folders_of_others_are_refused(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:

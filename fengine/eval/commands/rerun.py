@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from fengine.errors import ConfigError, ResumeMismatchError, StorageError
@@ -81,7 +82,7 @@ def _again(folder: Path, own: Path, words: command.Arguments, engines: EngineCac
         screen.note(f"what this run depends on differs (recorded → now):\n{manifest.listed(changed)}")
     code, metrics = run_point(point, engines, screen, ["rerun", *argv], base)
     if metrics is None:
-        screen.note(f"to go on, run the same command with out={place(str(own))}")
+        screen.note(f"to go on, run the same command with out={quote(place(str(own)))}")
         return code
     return _verdict(old, read_manifest(own), folder, own)
 
@@ -116,7 +117,7 @@ def _changes(point: Point, base: Path, old: dict[str, Any], folder: Path, allowe
 
 def _verdict(old: dict[str, Any], new: dict[str, Any], folder: Path, own: Path) -> int:
     wanted, got = (old.get("result") or {}).get("outputs_sha256"), new["result"]["outputs_sha256"]
-    there, here = place(str(folder)), place(str(own))
+    there, here = quote(place(str(folder))), quote(place(str(own)))
     if wanted == got:
         say(f"outputs.jsonl is byte-identical to that of {there} (sha256 {got})")
         return OK

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from fengine.errors import ConfigError, FengineError, ResumeMismatchError, StorageError
@@ -216,7 +217,7 @@ def how_to_go_on(folder: Path, schema: Schema, out: str | None = None, key: str 
     """What to type for a run or a sweep in `folder` that has not come to its end; `out` is a file that it was given."""
     if schema.one_file and out is not None:
         return "to go on, run the same command"
-    return f"to go on, run the same command with {key if schema.one_file else 'out'}={place(str(folder))}"
+    return f"to go on, run the same command with {key if schema.one_file else 'out'}={quote(place(str(folder)))}"
 
 
 def run_sweep(
@@ -245,7 +246,7 @@ def run_sweep(
             code = INTERRUPTED
         figures = sweep.lines()
         if home is not None:
-            figures += [("sweep", place(str(home / TABLE))), ("report", f"fengine report {place(str(home))}")]
+            figures += [("sweep", place(str(home / TABLE))), ("report", f"fengine report {quote(place(str(home)))}")]
         screen.figures(figures)
         if not sweep.complete:
             screen.note(how_to_go_on(home or Path(), schema, first.config.out, "hydra.sweep.dir"))

@@ -8,6 +8,7 @@ import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from string import punctuation
 from typing import Any
 
 import regex
@@ -24,7 +25,7 @@ NORMAL_FORMS: dict[str, Callable[[str], str]] = {
     "strip": str.strip,  # no white space around it
     "blanks": lambda text: " ".join(text.split()),  # any run of white space is one blank; none around
     "case": str.casefold,
-    "punctuation": lambda text: "".join(c for c in text if not unicodedata.category(c).startswith("P")),
+    "punctuation": lambda text: "".join(c for c in text if unicodedata.category(c)[0] != "P" and c not in punctuation),
     "articles": lambda text: re.sub(r"\b(?:a|an|the)\b", " ", text),  # English; use "case" before, "blanks" after
     "nfkc": lambda text: unicodedata.normalize("NFKC", text),
 }
