@@ -21,7 +21,6 @@ from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, image_need, need
 from simulated_references import CheckedCache, CheckedImages, CheckedWindows
 from simulated_threads import FOREVER, Machine, SimulatedThread
 
-from fengine.api.outputs import complete
 from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions, Turn
@@ -397,7 +396,7 @@ class World:
 
     def complete(self, event: Event, requests: list[Request], turn: Turn | None = None) -> Any:
         turns = {} if turn is None else {turn.rid: turn}
-        return complete(self.context(event), requests, turns, len(requests) == 1)
+        return OutputCollector(self.context(event), requests, turns, len(requests) == 1, stream=False, loop=None).wait()
 
     def requests(self, event: Event) -> list[Request]:
         return [self.request(f"{event.name}.{i}", job, list(job.ids)) for i, job in enumerate(event.jobs)]

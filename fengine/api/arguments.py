@@ -60,9 +60,10 @@ def record_of(record: Callable[..., C], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def checked_calls(cls: type[C]) -> type[C]:
-    """Wraps the public methods of an engine: wrong arguments and calls in a forked child raise FengineErrors."""
+    """Wraps the public methods of an engine: wrong arguments and calls in a forked child raise FengineErrors. `submit`
+    is behind others, or a server's."""
     for name, method in list(vars(cls).items()):
-        if inspect.isfunction(method) and not name.startswith("_") and name != "shutdown":
+        if inspect.isfunction(method) and not name.startswith("_") and name not in ("shutdown", "submit"):
             setattr(cls, name, _checked(method))
     return cls
 

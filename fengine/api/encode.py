@@ -2,7 +2,6 @@
 an ordinary one that draws nothing: it shares batches and cached prefixes with its neighbours, and its vector has the
 same bits in any of them."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, overload
@@ -13,9 +12,8 @@ from fengine.api.context import EngineContext
 from fengine.api.generate_input import NOTHING_DRAWN, GenerateReqInput, refuse_not_built
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
-from fengine.api.outputs import Output, Result, complete
+from fengine.api.outputs import Output, Result
 from fengine.api.sessions import Turn
-from fengine.api.streams import OutputCollector
 from fengine.api.types import EncodeOutput
 from fengine.core.request import Request
 from fengine.core.scalars import plain, told
@@ -39,7 +37,7 @@ def encode(engine: Any, *args: Any, **kwargs: Any) -> Any:
     Pooled and normalised as the checkpoint says, else its last token, normalised; `dimensions` keeps the first ones
     and normalises them; `normalize` says otherwise. A classifier or reward model gives its head's outputs, one for
     each label. A prompt that is aborted has the embedding None."""
-    return complete(engine._context, *encode_requests(engine, record_of(EncodeReqInput, args, kwargs)))
+    return engine.submit(record_of(EncodeReqInput, args, kwargs)).wait()
 
 
 @overload
@@ -52,13 +50,6 @@ async def async_encode(engine: Any, prompt: Any, *args: Any, **options: Any) -> 
 async def async_encode(engine: Any, *args: Any, **kwargs: Any) -> Any:
     """As `encode`. Works in any event loop."""
     return await engine._answered(record_of(EncodeReqInput, args, kwargs))
-
-
-def submit_encode(
-    engine: Any, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None = None, hidden: bool = False
-) -> OutputCollector:
-    """Checks a call and queues its requests, as `submit` does; `hidden` as in `encode_requests`."""
-    return OutputCollector(engine._context, *encode_requests(engine, req, hidden), stream=False, loop=loop)
 
 
 def encode_requests(

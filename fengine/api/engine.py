@@ -17,7 +17,6 @@ from fengine.api.features import FEATURES
 from fengine.api.generate_input import GenerateReqInput
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
-from fengine.api.outputs import complete
 from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions, Turn
@@ -162,8 +161,8 @@ class Engine:
         callable (logits [1, V], [params]) -> logits of this process, or its registered name. Errors are raised here,
         before anything is queued. A request that fails by itself (non-finite logits, its processor) raises its error
         here. In a stream it ends with a chunk whose finish reason is an abort with the message."""
-        req = record_of(GenerateReqInput, args, kwargs)
-        return Stream(self.submit(req), self) if req.stream is True else complete(self._context, *self._requests(req))
+        collector = self.submit(record_of(GenerateReqInput, args, kwargs))
+        return Stream(collector, self) if collector.stream else collector.wait()
 
     # fmt: off
     @overload
@@ -196,18 +195,20 @@ class Engine:
         if (adapters := self._parts.adapters) is not None:
             for name in adapters.given_up(req.lora_path):
                 await asyncio.to_thread(adapters.resolve, name)
-        loop = asyncio.get_running_loop()
-        if isinstance(req, EncodeReqInput):
-            return await self.submit_encode(req, loop).wait_async()
-        collector = self.submit(req, loop)
-        return AsyncStream(collector, self) if req.stream is True else await collector.wait_async()
+        collector = self.submit(req, asyncio.get_running_loop())
+        return AsyncStream(collector, self) if collector.stream else await collector.wait_async()
 
     def submit(
-        self, req: GenerateReqInput, loop: asyncio.AbstractEventLoop | None = None, **how: Any
-    ) -> OutputCollector:
+        self, req: GenerateReqInput | EncodeReqInput, loop: asyncio.AbstractEventLoop | None = None,
+        hidden: bool = False, **how: Any,
+    ) -> OutputCollector:  # fmt: skip
         """Checks a call and queues its requests: all of them or, on an error, none.
 
-        For servers: the caller reads the collector, in `loop`, and aborts it. `how`: arguments of OutputCollector."""
+        For servers: the caller reads the collector, in `loop`, and aborts it. `hidden`: as of `encode_requests`; `how`:
+        arguments of OutputCollector."""
+        if isinstance(req, EncodeReqInput):
+            found = embeddings.encode_requests(self, req, hidden)
+            return OutputCollector(self._context, *found, stream=False, loop=loop)
         return OutputCollector(self._context, *self._requests(req), stream=req.stream, loop=loop, **how)
 
     def _requests(self, req: GenerateReqInput) -> tuple[list[Request], dict[str, Turn], bool]:
@@ -225,7 +226,6 @@ class Engine:
     chat_ids = chats.chat_ids
     encode = embeddings.encode
     async_encode = embeddings.async_encode
-    submit_encode = embeddings.submit_encode
     rerank = scoring.rerank
     score = scoring.score
     async_score = scoring.async_score

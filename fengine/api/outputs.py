@@ -1,4 +1,4 @@
-"""From requests to SGLang's output dicts: the requests of a call are queued, and waited for."""
+"""From requests to SGLang's output dicts: the requests of a call are queued, and what came of each is told."""
 
 import hashlib
 import time
@@ -19,23 +19,6 @@ from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
 Output = dict[str, Any]  # types.GenerateOutput or EncodeOutput, while it is made
 Result = Callable[[Output, RequestState], Output]  # what is returned of a finished one's output
 Notify = Callable[[RequestState], None]
-
-
-def complete(
-    context: EngineContext, requests: Sequence[Request], turns: Mapping[str, Turn], single: bool,
-    result: Result = lambda output, state: output,
-) -> Output | list[Output]:  # fmt: skip
-    """Queues the requests of a call and waits for their outputs. Errors: as `submit`, and those of requests."""
-    ended, outputs = context.parts.core.system.queue(), dict[RequestState, Output]()
-    notify: Notify = lambda state: ended.put(state) if state.done else None  # noqa: E731
-    states = submit(context, requests, turns, [notify] * len(requests))
-    try:
-        while len(outputs) < len(states):
-            state = ended.get()
-            outputs[state] = result(result_of(context, state), state)
-    finally:
-        abandon(context.parts.core, [state for state in states if state not in outputs])
-    return outputs[states[0]] if single else [outputs[state] for state in states]
 
 
 def submit(

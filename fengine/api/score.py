@@ -13,10 +13,9 @@ from typing import Any, cast
 import torch
 
 from fengine.api.arguments import takes
-from fengine.api.encode import encode_requests, pair_ids, rerank_scores
+from fengine.api.encode import pair_ids, rerank_scores
 from fengine.api.generate_input import GenerateReqInput, refuse_not_built
 from fengine.api.io_struct import EncodeReqInput
-from fengine.api.outputs import complete
 from fengine.api.streams import OutputCollector
 from fengine.api.types import EncodeOutput
 from fengine.core.sampling_params import SamplingParams
@@ -98,7 +97,10 @@ class Scoring:
         req.return_logprob, req.token_ids_logprob = True, self.labels
         return req
 
-    def result(self, outputs: Any = ()) -> ScoreResult:
+    def asked(self, engine: Any, loop: asyncio.AbstractEventLoop | None = None) -> OutputCollector:
+        return engine.submit(self.input(), loop, self.req.return_pooled_hidden_states)
+
+    def result(self, outputs: Any) -> ScoreResult:
         """The result, from what the call returned: behind a classifier's heads hidden states, where they are wanted.
         Pure. Errors: AbortedError."""
         if any((one["meta_info"].get("finish_reason") or {}).get("type") == "abort" for one in outputs):
@@ -128,9 +130,8 @@ class Scoring:
 def rerank(engine: Any, prompt: list[list[str]]) -> list[EncodeOutput]:
     """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification. A model of several
     labels gives a list of scores instead of one."""
-    context = engine._context
-    pairs = pair_ids(context, prompt)
-    outputs: Any = pairs and complete(context, *encode_requests(engine, EncodeReqInput(pairs)))
+    pairs = pair_ids(engine._context, prompt)
+    outputs: Any = pairs and engine.submit(EncodeReqInput(pairs)).wait()
     return cast(list[EncodeOutput], rerank_scores(outputs or []))
 
 
@@ -142,30 +143,19 @@ def score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
     all items or one for each. A classifier gives its labels' logits, or their softmax; it looks at no tokens.
     Errors: AbortedError if one of its requests is aborted."""
     scoring = _scoring(engine, args, kwargs)
-    outputs: Any = scoring.prompts and complete(engine._context, *_call(engine, scoring))
-    return scoring.result(outputs)
+    return scoring.result(scoring.prompts and scoring.asked(engine).wait())
 
 
 @takes(ScoreReqInput)
 async def async_score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
     """As `score`. Works in any event loop."""
     scoring, loop = _scoring(engine, args, kwargs), asyncio.get_running_loop()
-    if not scoring.prompts:
-        return scoring.result()
-    asked = OutputCollector(engine._context, *_call(engine, scoring), stream=False, loop=loop)
-    return scoring.result(await asked.wait_async())
+    return scoring.result(scoring.prompts and await scoring.asked(engine, loop).wait_async())
 
 
 def _scoring(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scoring:
     spec = engine._parts.spec
     return Scoring.of(ScoreReqInput(*args, **kwargs), spec.num_labels is None, spec.vocab_size)
-
-
-def _call(engine: Any, scoring: Scoring) -> Any:
-    req = scoring.input()
-    if isinstance(req, GenerateReqInput):
-        return engine._requests(req)
-    return encode_requests(engine, req, scoring.req.return_pooled_hidden_states)
 
 
 def _temperature(value: Any, softmax: bool) -> float:

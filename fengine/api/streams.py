@@ -49,7 +49,7 @@ class OutputCollector:
         result: Result = lambda output, state: output, *, stream: bool, loop: asyncio.AbstractEventLoop | None,
         deltas: bool = False, pace: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
-        """Queues the requests. `result` makes of a finished one's output what `wait_async` returns.
+        """Queues the requests. `result` makes of a finished one's output what `wait` returns.
 
         A stream's chunks hold what is new if the engine's settings say so, or `deltas`, with which all but the last are
         `brief`, too. Between the first and the last chunk of a request, none comes before the moment (perf_counter)
@@ -137,17 +137,30 @@ class OutputCollector:
             state.output = state.output._replace(finish=reason)
         return True
 
-    async def wait_async(self) -> Output | list[Output]:
-        """All results of a call that is no stream."""
+    def wait(self) -> Output | list[Output]:
+        """All results of a call that is no stream. Errors: those of requests."""
         results: list[Any] = [None] * len(self.states)
         try:
             while self.open:
-                index = await self.ready.get()
-                output = self.read(index)
-                results[index] = output and self.result(output, self.states[index])
+                self._finish(self.ready.get(), results)
         finally:
             self.abort()
         return results[0] if self.single else results
+
+    async def wait_async(self) -> Output | list[Output]:
+        """As `wait`, in the event loop of the call."""
+        results: list[Any] = [None] * len(self.states)
+        try:
+            while self.open:
+                self._finish(await self.ready.get(), results)
+        finally:
+            self.abort()
+        return results[0] if self.single else results
+
+    def _finish(self, index: int, results: list[Any]) -> None:
+        """Modifies: results."""
+        output = self.read(index)
+        results[index] = output and self.result(output, self.states[index])
 
 
 class _Chunks:

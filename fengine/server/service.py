@@ -16,7 +16,7 @@ import torch
 
 from fengine import __version__
 from fengine.api.engine import Engine
-from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.io_struct import GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.api.streams import OutputCollector
 from fengine.api.weights import lora_adapters
@@ -101,10 +101,8 @@ class Service:
         images = self.engine._parts.images
         if images is not None and plan.request.image_data is not None:  # whoever asks may not read this machine's files
             plan.request.image_data = images.read_all(plan.request.image_data, inside=True)
-        if isinstance(plan.request, EncodeReqInput):
-            return self.engine.submit_encode(plan.request, loop, plan.hidden)
         how: dict[str, Any] = {"deltas": True, "pace": self._pace} if plan.deltas else {}
-        return self.engine.submit(plan.request, loop, **how)
+        return self.engine.submit(plan.request, loop, plan.hidden, **how)
 
     def _reserve(self, rows: int) -> None:
         """Errors: ApiError 429 when they would be too many, 400 when they always would."""
