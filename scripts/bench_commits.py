@@ -11,7 +11,6 @@ it takes a tenth of a second.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from bench_cpu import SHAPE, batches, mixed
 from bench_gpu import opened
 from floors import shape
-from measure import parser, save, summary
+from measure import Beside, parser, save, summary
 from workloads import Work, generate
 
 from fengine import Engine
@@ -51,37 +50,20 @@ def serve(model: str) -> None:
             print(rate(engine, works[line.strip()]), flush=True)
 
 
-class Checkout:
-    """One checkout's process."""
-
-    def __init__(self, root: Path, model: str) -> None:
-        command = [sys.executable, __file__, str(root), "--serve", model]
-        environ = os.environ | {"PYTHONPATH": str(root)}
-        self.process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        ready = self._line()
-        if not ready.startswith(f"ready {root}"):
-            raise SystemExit(f"the process of {root} says {ready!r}")
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
-    def run(self, case: str) -> float:
-        print(case, file=self.process.stdin, flush=True)
-        return float(self._line())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def started(root: Path, model: str) -> Beside:
+    """A checkout's process."""
+    process = Beside(__file__, str(root), "--serve", model, PYTHONPATH=str(root))
+    if not (ready := process.hear()).startswith(f"ready {root}"):
+        raise SystemExit(f"the process of {root} says {ready!r}")
+    return process
 
 
 def measured(roots: tuple[Path, Path], model: str, names: list[str], first: int) -> dict[str, tuple[float, float]]:
     """By case a run of each, of which roots[first] goes first, behind a run that warms up."""
-    pair = [Checkout(root, model) for root in roots]
+    pair = [started(root, model) for root in roots]
     found = {}
     for case in names:
-        rates = [{i: pair[i].run(case) for i in (first, 1 - first)} for _ in range(2)][1]
+        rates = [{i: float(pair[i].ask(case)) for i in (first, 1 - first)} for _ in range(2)][1]
         found[case] = (rates[0], rates[1])
     for one in pair:
         one.close()

@@ -143,7 +143,6 @@ def lines(path: Path) -> int:
 
 TIMED = """
 import sys, time, json, resource
-from fengine.eval.cli import engines as engines_file
 from fengine.eval.runs import run as run_file
 from fengine.eval.runs import answering, folder, journal, loop, trace
 journals = int(sys.argv.pop(1))
@@ -272,7 +271,6 @@ def finished(count: int) -> dict[str, Any]:
 
 SWEPT = """
 import sys, time, json
-from fengine.eval.cli import engines as engines_file
 from fengine.eval.runs import run as run_file
 from fengine.eval.runs import loop
 spent = {"points": [], "load": []}  # seconds in which rows were computed; and in which the engine was opened

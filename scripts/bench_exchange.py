@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
+from floors import shape
 from measure import graph_us, need_gpu, parser, save
 from torch import Tensor
 
@@ -29,12 +30,10 @@ from fengine.ops import columns, copy_engines, exchange, linear, peers, rms_norm
 from fengine.ops.columns import Columns, Group
 from fengine.worker.process_group import group_of, process_group
 
-SHAPES = {"llama-3.1-8b": (4096, 14336), "qwen3-32b": (5120, 25600), "llama-3.1-70b": (8192, 28672)}
-LAYERS = {
-    "llama-3.1-8b": (4096, 14336, 4096),
-    "qwen3-32b": (5120, 25600, 8192),
-    "llama-3.1-70b": (8192, 28672, 8192),
-}  # and the width of all heads
+LAYERS = {  # widths of the hidden states, of the MLP and of all heads
+    name: (config["hidden_size"], config["intermediate_size"], config["num_attention_heads"] * config["head_dim"])
+    for name, config in ((name, shape(name)) for name in ("llama-3.1-8b", "qwen3-32b", "llama-3.1-70b"))
+}
 ROWS = (1, 8, 32, 128, 512, 2048, 4096)
 SWEEP: tuple[dict[str, int], ...] = (
     {}, {"LARGE": 4096}, {"LARGE": 16384}, {"CHANNELS": 132}, {"CHANNELS": 528, "LARGE": 4096}, {"MOST_SMALL": 1 << 16},
@@ -97,7 +96,7 @@ def reductions(rows: int, hidden: int, flat: Tensor | None) -> dict[str, float]:
 def table(args: Any, flat: Tensor | None) -> list[dict[str, Any]]:
     found = []
     with joined(args, "table") as group:
-        for model, (hidden, mlp) in SHAPES.items():
+        for model, (hidden, mlp, _) in LAYERS.items():
             for rows in ROWS:
                 row: dict[str, Any] = {"model": model, "rows": rows}
                 for letter, width in (("D", hidden), ("F", mlp)):
@@ -114,7 +113,7 @@ def chain(args: Any) -> list[dict[str, Any]]:
     """Of one token and of 32: products with the exchanges between them, without, and what one of four adds."""
     found = []
     with joined(args, "chain") as group:
-        for model, (hidden, mlp) in SHAPES.items():
+        for model, (hidden, mlp, _) in LAYERS.items():
             shapes = [(hidden, hidden), (hidden, hidden), (mlp, hidden), (hidden, mlp)]
             weights = [
                 [linear.pack(torch.randn(n // group.size, k, device="cuda", dtype=torch.bfloat16)) for n, k in shapes]

@@ -151,15 +151,9 @@ def main() -> None:
         figures["pauses"] = pauses(engine)
     save("bench_grammar", {"batch": BATCH, **figures}, args.out)
     for name in cases:
-        print(
-            name,
-            {k: round(figures[name][k]["median"], 3) for k in ("with / without", "again / without")},
-            figures[name]["fastest"],
-            "equal",
-            figures[name]["equal"],
-            "mask_us",
-            figures[name]["mask_us"],
-        )
+        row = figures[name]
+        medians = {key: round(row[key]["median"], 3) for key in ("with / without", "again / without")}
+        print(name, medians, *(f"{key} {row[key]}" for key in ("fastest", "equal", "mask_us")))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How large a report is, how long it takes to write, to open, and to scroll: `fengine report` in Chromium.
 
-    python scripts/bench_report.py [--rows 1000] [--tokens 120] [--times 5]       needs: pip install 'fengine[browser]'
+    python scripts/bench_report.py [--rows 1000] [--tokens 120] [--runs 5]        needs: pip install 'fengine[browser]'
 
 The run is made up: its records, with 5 likeliest tokens beside each token, and its trace of steps have the form and the
 size of real ones. Writing: the whole command.
@@ -8,7 +8,6 @@ Ready: from the start of navigation until the first view can be used. Rows: a cl
 Scrolling: 3 seconds of wheel through all rows; a frame is late when it took over 33 ms.
 """
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -68,15 +67,13 @@ def made_up(folder: Path, rows: int, tokens: int) -> None:
             "prompt": f"Question {i}: " + "why " * 40,
             "text": "word " * tokens,
             "output_ids": ids,
-        }
-        answer |= {
             "logprobs": logprobs,
+            "top_logprobs": [
+                [[lp - k, (token + k) % 4000] for k in range(5)] for lp, token in zip(logprobs, ids, strict=True)
+            ],
             "finish_reason": {"type": "length", "length": tokens},
             "sampling_seed": 2**62 + i,
         }
-        answer["top_logprobs"] = [
-            [[lp - k, (token + k) % 4000] for k in range(5)] for lp, token in zip(logprobs, ids, strict=True)
-        ]
         lines.append({"id": f"row-{i}", "data": {"id": f"row-{i}", "answer": str(i)}, "answers": [answer]})
         lines[-1]["scores"] = {"exact_match": i % 3 > 0}
     body = "".join(json.dumps(line) + "\n" for line in lines).encode()
@@ -153,11 +150,9 @@ def frames(took: list[float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__)
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=120)
-    parser.add_argument("--times", type=int, default=5)
-    parser.add_argument("--out")
     given = parser.parse_args()
     if CHROMIUM is None:
         sys.exit("needs a Chromium in the PATH")
@@ -171,7 +166,7 @@ def main() -> None:
             took.append(time.perf_counter() - start)
         figures = {"rows": given.rows, "tokens": given.tokens, "bytes": path.stat().st_size}
         figures |= {"outputs_bytes": (run / "outputs.jsonl").stat().st_size, "write_seconds": measure.summary(took)}
-        measure.save("bench_report", figures | visit(path, given.times), given.out)
+        measure.save("bench_report", figures | visit(path, given.runs), given.out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import json
 import selectors
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from measure import parser, save, summary
+from measure import Beside, parser, save, summary
 from workloads import Work, generate, uniform
 
 from fengine import Engine
@@ -100,26 +99,6 @@ def body(ids: list[int], count: int) -> bytes:
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-class Client:
-    """A client process that is kept, so that no run pays for its start."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def run(self, port: int, work: Work) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([port, work]) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
 def answer_client() -> None:
     for line in sys.stdin:
         print(json.dumps(client(*json.loads(line))), flush=True)
@@ -155,7 +134,7 @@ def start(engine: Engine, chunks: float) -> tuple[int, Callable[[], None]]:
     return bound.getsockname()[1], stop
 
 
-def turn(engine: Engine, reader: Client, ports: dict[str, int], work: Work, backwards: bool) -> dict[str, Run]:
+def turn(engine: Engine, reader: Beside, ports: dict[str, int], work: Work, backwards: bool) -> dict[str, Run]:
     """One run of each."""
     found = {}
     for name in sorted(["offline", *ports], reverse=backwards):
@@ -164,7 +143,7 @@ def turn(engine: Engine, reader: Client, ports: dict[str, int], work: Work, back
             took, _ = generate(engine, work)
             found[name] = Run(took, time.process_time() - had)
         else:
-            told = reader.run(ports[name], work)
+            told = json.loads(reader.ask(json.dumps([ports[name], work])))
             assert told["tokens"] == sum(n for _, n in work)
             found[name] = Run(told["seconds"], time.process_time() - had, told["cores"], told["gap"])
     return found
@@ -190,7 +169,7 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=2 * STREAMS)
     args = options.parse_args()
     assert args.requests >= STREAMS, "a request for each stream"
-    reader = Client()
+    reader = Beside(__file__, "--client")
     with Engine(model_path="box", disable_radix_cache=True, max_running_requests=STREAMS) as engine:
         assert engine.tokenizer is not None
         work = uniform(args.requests, 8, 200, 256, 512, engine.tokenizer.vocab_size, 0, edge=10)

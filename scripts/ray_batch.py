@@ -35,7 +35,7 @@ from fengine.eval.runs import run as run_file
 from fengine.eval.runs.answering import FATAL, Asker, answer_row
 from fengine.eval.runs.config import EVAL, EvalConfig, parse_shard
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
-from fengine.eval.runs.index import OK, RowIndex, RowTable, index_rows
+from fengine.eval.runs.index import OK, index_rows
 from fengine.eval.runs.journal import Journal, encode
 from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.tasks.kinds import open_task
@@ -166,15 +166,7 @@ def compute(args: argparse.Namespace, part: run_file.Run, task: Task, base: Path
                 continue
             if isinstance(row, BadRow):
                 head = json.dumps([0, round(time.time(), 6), 0.0, 0, 0])
-                put(
-                    journal,
-                    part.table,
-                    part.rows,
-                    index,
-                    len(part.record["sessions"]),
-                    head,
-                    line_of(error_record(row)),
-                )
+                put(journal, part, index, head, line_of(error_record(row)))
             else:
                 left.append({"index": index, "row": json.dumps([row.id, row.data])})
         if not left:
@@ -185,13 +177,13 @@ def compute(args: argparse.Namespace, part: run_file.Run, task: Task, base: Path
                 *(batch[key] for key in ("index", "times", "line", "in_force")), strict=True
             ):
                 check(part, json.loads(force))
-                put(journal, part.table, part.rows, int(index), len(part.record["sessions"]), str(head), bytes(line))
+                put(journal, part, int(index), str(head), bytes(line))
 
 
-def put(journal: Journal, table: RowTable, rows: RowIndex, index: int, session: int, head: str, line: bytes) -> None:
-    ok, *times = json.loads(head)
-    (offset,) = journal.extend([encode([index, ok, rows.keys[index], session, *times], line)])
-    table.put(index, bool(ok), offset)
+def put(journal: Journal, part: run_file.Run, index: int, head: str, line: bytes) -> None:
+    (ok, *times), session = json.loads(head), len(part.record["sessions"])
+    (offset,) = journal.extend([encode([index, ok, part.rows.keys[index], session, *times], line)])
+    part.table.put(index, bool(ok), offset)
 
 
 def check(part: run_file.Run, found: dict[str, Any]) -> None:

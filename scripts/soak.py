@@ -31,6 +31,7 @@ from typing import Any
 
 from measure import environment
 
+HELD = ("rss_mib", "threads", "descriptors")  # by the process
 GAUGES = ("kv_cache_pages_used", "num_requests_running", "num_requests_waiting", "steps_total")
 WORDS = "the of and a to in is you that it he was for on are as with his they at be this have from or one had".split()
 
@@ -171,10 +172,8 @@ def main() -> None:
         "minutes": options.minutes, "clients": options.clients, "outcomes": dict(clients.outcomes.most_common()),
         "overrides": options.overrides, "steps": last["steps_total"],
         "running": statistics.median(s["num_requests_running"] for s in settled), "step_ms": step_times(settled),
-        "slopes_per_hour": {n: round(slope(settled, n), 3) for n in ("rss_mib", "threads",
-                                                                                            "descriptors")},
-        "ranges": {n: [min(s[n] for s in settled), max(s[n] for s in settled)] for n in ("rss_mib", "threads",
-                                                                                        "descriptors")},
+        "slopes_per_hour": {name: round(slope(settled, name), 3) for name in HELD},
+        "ranges": {name: [min(s[name] for s in settled), max(s[name] for s in settled)] for name in HELD},
         "held_at_the_end": {name: last[name] for name in GAUGES if name != "steps_total"},
         "exit": process.returncode,
     }  # fmt: skip
