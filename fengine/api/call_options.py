@@ -117,20 +117,19 @@ def _priority_of(args: ServerArgs, value: Any) -> int:
 # -- what it asks of features ------------------------------------------------------------------------------------------
 
 
-def grammar_asked(context: EngineContext, params: SamplingParams) -> Grammar | None:
-    """The compiled form of its grammar; None: it has none. Errors: GrammarError, MissingExtraError; InvalidRequestError
-    for what would cut its text somewhere."""
-    if params.grammar_key is None:
-        return None
-    kind, text = params.grammar_key
+def grammar_asked(context: EngineContext, params: SamplingParams, source: Source) -> Grammar:
+    """The compiled form of its grammar. Errors: GrammarError, MissingExtraError; InvalidRequestError for what would cut
+    its text somewhere."""
     if params.stop or params.stop_regex:
         raise InvalidRequestError(
-            f"stop and stop_regex cannot be combined with {kind}: they would cut the text where it is not complete. "
-            "The grammar itself says where it ends; stop_token_ids may be given."
+            f"stop and stop_regex cannot be combined with {source.kind}: they would cut the text where it is not "
+            "complete. The grammar itself says where it ends; stop_token_ids may be given."
         )
     if not any(id < context.parts.spec.vocab_size for id in params.end_ids(context.parts.eos_ids)):
-        raise GrammarError(f"{kind} needs an id that ends the text, and this model has no eos; give stop_token_ids")
-    return context.grammars.compile(Source(kind, text))
+        raise GrammarError(
+            f"{source.kind} needs an id that ends the text, and this model has no eos; give stop_token_ids"
+        )
+    return context.grammars.compile(source)
 
 
 def grammars_in(context: EngineContext, sampling: Any) -> set[Source]:

@@ -80,20 +80,14 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
         raise InvalidRequestError(f"stream must be True or False, got {told(stream)}.")
     values, text, single = _prompts(given.get("text"), given.get("input_ids"))
     count = len(values)
-
-    def spread(name: str) -> list[Any]:
-        """A scalar holds for all prompts, a list has one entry for each."""
-        value = given.get(name)
-        return per_prompt(name, value, count) if isinstance(value, list) else [value] * count
-
-    sampling = with_preferred(spread("sampling_params"), preferred)
+    sampling = with_preferred(per_prompt("sampling_params", given.get("sampling_params"), count), preferred)
     samples = _samples(sampling)
     if count * samples > MAX_REQUESTS:
         raise InvalidRequestError(f"a call may have at most {MAX_REQUESTS} results, got {count} prompts × n={samples}.")
     if samples > 1:
         refuse_lists(given)
     columns = {"sampling_params": sampling, "text" if text else "input_ids": values}
-    columns |= {name: spread(name) for name in PER_PROMPT if name in given}
+    columns |= {name: per_prompt(name, given[name], count) for name in PER_PROMPT if name in given}
     columns |= _rare(given, count, samples, single)
     rows = zip(*columns.values(), strict=True)
     return [GenerateReqInput(**dict(zip(columns, row, strict=True))) for row in rows], single and samples == 1

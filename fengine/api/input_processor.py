@@ -16,6 +16,7 @@ from fengine.core.sampling_params import GRAMMARS
 from fengine.core.scalars import check_ids, plain
 from fengine.engine.parts import Parts
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
+from fengine.structured_output.backend import Source
 from fengine.tokenizer.stop_regex import compile_patterns
 
 PLAIN = frozenset((int, float, bool, str, type(None)))  # equal values of one of these types mean the same
@@ -91,7 +92,7 @@ def _check(
     if asked[0].top_logprobs or asked[0].logprob_ids:
         call_options.check_amount(asked[0], len(asked), len(ids), most)
     early_ids = params.end_ids(parts.eos_ids) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
-    further = _further(context, prompt)
+    queued = call_options.queue_options(parts, context.args, prompt)
     return [
         Request(
             rid=rid,
@@ -104,18 +105,10 @@ def _check(
             early_ids=early_ids,
             images=spans,
             rope=rope,
-            **further,
+            **queued,
         )
         for sample, (rid, own) in enumerate(zip(prompt.rid, asked, strict=True))
     ]
-
-
-def _further(context: EngineContext, prompt: GenerateReqInput) -> dict[str, Any]:
-    """The fields of Request for what most calls leave out. Errors: InvalidRequestError; AdapterError."""
-    given = (prompt.lora_path, prompt.cache_salt, prompt.priority)
-    if context.args.enable_priority_scheduling or any(value is not None for value in given):
-        return call_options.queue_options(context.parts, context.args, prompt)
-    return {}
 
 
 def _asked(context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, count: int) -> SamplingParams:
@@ -127,10 +120,9 @@ def _asked(context: EngineContext, prompt: GenerateReqInput, params: SamplingPar
     if prompt.custom_logit_processor is not None:
         asked |= call_options.processor_asked(context, prompt.custom_logit_processor, params)
     if params.grammar_key is not None:
-        asked["grammar"] = call_options.grammar_asked(context, params)
-    hidden = prompt.return_hidden_states
-    if not (hidden is None or hidden is False) or context.args.return_hidden_states:
-        asked["hidden"] = call_options.hidden_asked(context.args, hidden)
+        asked["grammar"] = call_options.grammar_asked(context, params, Source(*params.grammar_key))
+    if (hidden := call_options.hidden_asked(context.args, prompt.return_hidden_states)) is not None:
+        asked["hidden"] = hidden
     return replace(params, **asked) if asked else params
 
 
