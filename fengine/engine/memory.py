@@ -164,7 +164,7 @@ class Memory:
         fit = [tag for tag in asked if (self.core.refusals.get(tag) is not None) == released]
         if not fit or (len(fit) < len(asked) and not everything):
             wrong = [tag for tag in asked if tag not in fit]
-            state, call = ("not released", "release") if released else ("released already", "resume")
+            state, call = ("not currently released", "release") if released else ("already released", "resume")
             raise MemoryReleasedError(f"{', '.join(wrong)}: {state}; call {call}_memory_occupation first")
         return fit
 

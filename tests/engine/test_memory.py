@@ -82,16 +82,16 @@ def test_wrong_tags_and_states(engine: Engine) -> None:
             with pytest.raises(InvalidRequestError, match="kv_cache"):
                 call(tags)  # type: ignore[arg-type]
     for tags in (None, ["weights"]):
-        with pytest.raises(MemoryReleasedError, match="not released"):
+        with pytest.raises(MemoryReleasedError, match="not currently released"):
             engine.resume_memory_occupation(tags)
     engine.release_memory_occupation(["kv_cache"])
     for tags in (["kv_cache"], ["weights", "kv_cache"]):  # a call that is refused changes nothing
-        with pytest.raises(MemoryReleasedError, match="kv_cache: released already"):
+        with pytest.raises(MemoryReleasedError, match="kv_cache: already released"):
             engine.release_memory_occupation(tags)
-    with pytest.raises(MemoryReleasedError, match="weights: not released"):
+    with pytest.raises(MemoryReleasedError, match="weights: not currently released"):
         engine.resume_memory_occupation(["kv_cache", "weights"])
     engine.release_memory_occupation()  # what is left
-    with pytest.raises(MemoryReleasedError, match="released already"):
+    with pytest.raises(MemoryReleasedError, match="already released"):
         engine.release_memory_occupation()
     engine.resume_memory_occupation()
     assert ask(engine) == before
