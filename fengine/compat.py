@@ -29,6 +29,7 @@ MOVED = {  # the longest name that fits counts; what lies below it is looked for
     "fengine.srt.parser": "fengine.server",
     "fengine.srt.parser.reasoning_parser": "fengine.server.parsers",
     "fengine.srt.reasoning_parser": "fengine.server.parsers",
+    "fengine.srt.constants": "fengine.engine.memory",
     "fengine.srt.sampling": "fengine.core",
     "fengine.srt.utils": "fengine.utils",
     "fengine.test": "fengine.utils",  # what SGLang's documentation imports before it starts engines

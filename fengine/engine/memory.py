@@ -27,6 +27,7 @@ from fengine.models.kv_state import KVState
 from fengine.worker.cuda_runner import CudaRunner
 
 TAGS = ("weights", "kv_cache", "cuda_graph")  # in the order in which they come back
+GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_CUDA_GRAPH = TAGS  # as in SGLang
 
 
 def checked_tags(tags: Any) -> list[str]:

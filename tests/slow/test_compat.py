@@ -41,6 +41,7 @@ def test_every_module_has_one_copy_whatever_its_name() -> None:
         "from fengine.srt.managers.io_struct import Function, ReleaseMemoryOccupationReqInput, Tool\n"
         "from fengine.srt.entrypoints.http_server import launch_server\n"
         "from fengine.srt.sampling.sampling_params import SamplingParams\n"
+        "from fengine.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS\n"
         "from fengine.server_args import ServerArgs as former\n"
         "from fengine.request import SamplingParams as params\n"
         "from fengine.engine import Engine\n"
