@@ -31,6 +31,7 @@ MOVED = {  # the longest name that fits counts; what lies below it is looked for
     "fengine.srt.reasoning_parser": "fengine.server.parsers",
     "fengine.srt.constants": "fengine.engine.memory",
     "fengine.srt.sampling": "fengine.core",
+    "fengine.srt.sampling.custom_logit_processor": "fengine.api.call_options",
     "fengine.srt.utils": "fengine.utils",
     "fengine.test": "fengine.utils",  # what SGLang's documentation imports before it starts engines
     "fengine.test.doc_patch": "fengine.utils",

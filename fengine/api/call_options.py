@@ -3,7 +3,7 @@ grammar, its logit processor, hidden states, and images and a session's turns.""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fengine.api.context import EngineContext, HasContext
 from fengine.api.generate_input import GenerateReqInput, with_preferred
@@ -152,6 +152,23 @@ def register_logit_processor(engine: HasContext, name: str, processor: Callable[
     engine._context.processors[name] = processor
 
 
+class CustomLogitProcessor:
+    """SGLang's base of classes whose instances are processors."""
+
+    named: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    @classmethod
+    def to_str(cls) -> str:
+        """A name for an instance, which stays in this process: nothing is serialized. Modifies: `named`."""
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if type(CustomLogitProcessor.named.get(name)) is not cls:
+            CustomLogitProcessor.named[name] = cls()
+        return name
+
+    def __call__(self, logits: Any, params: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__qualname__} has no __call__(logits, params)")
+
+
 def processor_asked(context: EngineContext, value: Any, params: SamplingParams) -> dict[str, Any]:
     """The fields of SamplingParams for the processor of a call, and a copy of its parameters. Errors:
     InvalidRequestError."""
@@ -161,13 +178,14 @@ def processor_asked(context: EngineContext, value: Any, params: SamplingParams) 
             "`--enable-custom-logit-processor` (enable_custom_logit_processor=True) when the engine is made."
         )
     if isinstance(value, str):
-        if value not in context.processors:
+        known = CustomLogitProcessor.named | context.processors
+        if value not in known:
             raise InvalidRequestError(
                 f"custom_logit_processor {told(value)} is not the name of a registered processor. A serialized one is "
                 "never loaded, for that would run code out of a string: pass the callable itself, or name it with "
                 "Engine.register_logit_processor(name, callable)."
             )
-        value = context.processors[value]
+        value = known[value]
     elif isinstance(value, type) or not callable(value):
         needed = "custom_logit_processor must be a callable (logits, params) -> logits or a registered name"
         raise InvalidRequestError(f"{needed}, got {told(value)}.")

@@ -13,6 +13,7 @@ from loops import in_loop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine as sgl
+from fengine.api.call_options import CustomLogitProcessor
 from fengine.errors import ConfigError, FengineError, InvalidRequestError
 from fengine.worker.hub import BOX
 
@@ -200,6 +201,11 @@ class Only:
         return logits
 
 
+class Sevens(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, params: Any) -> torch.Tensor:
+        return logits.fill_(-float("inf")).index_fill_(1, torch.tensor([7], device=logits.device), 0.0)
+
+
 def test_processors_by_value_and_by_name_see_their_own_request(llm: sgl.Engine) -> None:
     only = Only()
     llm.register_logit_processor("only", only)
@@ -208,8 +214,9 @@ def test_processors_by_value_and_by_name_see_their_own_request(llm: sgl.Engine) 
     outputs = llm.generate(PROMPTS[:3], sampling, custom_logit_processor=["only", only, None], rid=["a", "b", "c"])
     assert [o["output_ids"] for o in outputs] == [[5] * 4, [7] * 4, plain]
     assert sorted(only.seen) == [(rid, i) for rid in ("a", "b") for i in range(4)]
-    two = llm.generate(PROMPTS[0], {**sampling[0], "n": 2}, custom_logit_processor=only)
-    assert [o["output_ids"] for o in two] == [[5] * 4] * 2
+    for given in (only, Sevens.to_str(), Sevens().to_str()):  # SGLang's words for a class that stays in this process
+        two = llm.generate(PROMPTS[0], {**sampling[0], "n": 2}, custom_logit_processor=given)
+        assert [o["output_ids"] for o in two] == [[5 if given is only else 7] * 4] * 2
 
 
 def raising(logits: torch.Tensor, params: Any) -> torch.Tensor:

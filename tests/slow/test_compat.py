@@ -42,6 +42,7 @@ def test_every_module_has_one_copy_whatever_its_name() -> None:
         "from fengine.srt.entrypoints.http_server import launch_server\n"
         "from fengine.srt.sampling.sampling_params import SamplingParams\n"
         "from fengine.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS\n"
+        "from fengine.srt.sampling.custom_logit_processor import CustomLogitProcessor\n"
         "from fengine.server_args import ServerArgs as former\n"
         "from fengine.request import SamplingParams as params\n"
         "from fengine.engine import Engine\n"
