@@ -9,7 +9,6 @@ its rows in another order.
 
 import hashlib
 import json
-import os
 import random
 import struct
 import subprocess
@@ -25,7 +24,6 @@ from fengine.eval.cli.schema import flat
 from fengine.eval.runs.config import EvalConfig
 from fengine.eval.runs.provenance import canonical
 
-ROOT = Path(__file__).resolve().parent.parent
 CASES = ("equal", "all differ", "another order")
 MAIN = """
 import sys
@@ -44,8 +42,8 @@ def make(folder: Path, rows: int, case: str) -> None:
         random.Random(1).shuffle(lines)
     data = b"".join(lines)
     (folder / "outputs.jsonl").write_bytes(data)
-    config = flat(EvalConfig(seed=int(case == "all differ")))
-    identity = {"config": config, "config_sha256": canonical(config), "input": {"rows": rows, "sha256": "x"}}
+    config, given = flat(EvalConfig(seed=int(case == "all differ"))), {"rows": rows, "sha256": "x"}
+    identity = {"config": config, "config_sha256": canonical(config), "input": given, "task": {}}
     result = {"outputs_sha256": hashlib.sha256(data).hexdigest()}
     manifest = {"fengine_manifest": 1, "identity": identity, "in_force": None, "sessions": [], "result": result}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -73,11 +71,10 @@ def float32(value: float) -> float:
 
 def timed(a: Path, b: Path, code: int) -> tuple[float, float]:
     """Seconds of the command, and its peak memory in MiB."""
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     begun = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", MAIN, "diff", str(a), str(b)],
-        env=os.environ | {"PYTHONPATH": paths},
+        env=measure.of_this_checkout(),
         capture_output=True,
         check=False,
     )

@@ -47,14 +47,6 @@ def command(folder: Path, *words: str, code: str = MAIN) -> list[str]:
     return [sys.executable, "-c", code, "eval", *TASK, *given]
 
 
-def environment() -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-    }
-
-
 def sha(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -224,7 +216,7 @@ def timed_run(count: int, journals: int) -> dict[str, Any]:
         rows(Path(top) / "rows.jsonl", count)
         argv = command(Path(top), "sampling.max_new_tokens=16", code=TIMED)
         argv.insert(3, str(journals))
-        done = subprocess.run(argv, env=environment(), check=True, capture_output=True)
+        done = subprocess.run(argv, env=measure.of_this_checkout(OMP_NUM_THREADS="1"), check=True, capture_output=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -260,7 +252,7 @@ def finished(count: int) -> dict[str, Any]:
             if name == "journal only":
                 (folder / "run" / "outputs.jsonl").unlink()
             started, before = time.perf_counter(), cpu_seconds()
-            subprocess.run(words, env=environment(), check=True)
+            subprocess.run(words, env=measure.of_this_checkout(OMP_NUM_THREADS="1"), check=True)
             figures[f"{name}, seconds"] = time.perf_counter() - started
             figures[f"{name}, CPU seconds"] = cpu_seconds() - before
         figures["journal_mib"] = (folder / "run" / "journal.log").stat().st_size / 2**20
@@ -298,7 +290,9 @@ def sweep(runs: int, task: str) -> dict[str, Any]:
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as top:
             argv = [sys.executable, "-c", SWEPT, "eval", "-m", *words, f"out={top}/sweep"]
-            done = subprocess.run(argv, env=environment(), check=True, capture_output=True)
+            done = subprocess.run(
+                argv, env=measure.of_this_checkout(OMP_NUM_THREADS="1"), check=True, capture_output=True
+            )
         told = json.loads(done.stdout.splitlines()[-1])
         assert len(told["points"]) == 12 and len(told["load"]) == 1
         found.append(told | {"ratio": (told["seconds"] - told["load"][0]) / sum(told["points"])})

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from measure import parser, save
-from proof import float_bits
+from proof import answers, difference
 
 from fengine import Engine
 
@@ -85,13 +85,8 @@ def run(llm: Engine, call: dict[str, Any]) -> tuple[float, float, list[Any]]:
 
 def differing(a: list[Any], b: list[Any]) -> int:
     """Tokens and logprob bits that differ."""
-    count = 0
-    for x, y in zip(a, b, strict=True):
-        pairs = [o["meta_info"]["output_token_logprobs"] for o in (x, y)]
-        count += abs(len(pairs[0]) - len(pairs[1]))
-        for (p, i, _), (q, j, _) in zip(*pairs, strict=False):
-            count += (i != j) + (float_bits(p) ^ float_bits(q)).bit_count()
-    return count
+    found = difference(answers(a), answers(b))
+    return found.tokens + found.bits
 
 
 def accepted(outputs: list[Any]) -> dict[str, float]:

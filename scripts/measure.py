@@ -77,6 +77,12 @@ def graph_us(
     return found[1:]
 
 
+def of_this_checkout(**more: str) -> dict[str, str]:
+    """The environment of a process that is to run the same code."""
+    paths = filter(None, (str(RESULTS.parents[1]), os.environ.get("PYTHONPATH")))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more
+
+
 class Beside:
     """A process of Python that is kept, so that no run pays for its start; it answers each line with one."""
 

@@ -131,6 +131,11 @@ def generate(llm: Engine, asks: list[Ask]) -> list[Answer]:
     for output, ask in zip(outputs, asks, strict=True):
         if len(output["output_ids"]) != ask.params["max_new_tokens"]:
             raise RuntimeError(f"an answer ended early: {output['meta_info']['finish_reason']}")
+    return answers(outputs)
+
+
+def answers(outputs: Sequence[Any]) -> list[Answer]:
+    """Pure."""
     return [Answer(o["output_ids"], [lp for lp, _, _ in o["meta_info"]["output_token_logprobs"]]) for o in outputs]
 
 

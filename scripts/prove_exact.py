@@ -17,7 +17,6 @@ Status: 0 all equal and the control differs; 1 a difference, an error, or a cont
 import argparse
 import gc
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -32,10 +31,9 @@ from typing import Any
 import torch
 from floors import shape
 from layouts import Case, Layout, Outcome, careless_linear, layouts
-from measure import Budget, write
+from measure import Budget, of_this_checkout, write
 from proof import Answer, Ask, alone, difference, requests, total, with_images
 
-import fengine
 from fengine import Engine
 from fengine.config.schema import PACKAGED
 from fengine.errors import ConfigError, UnsupportedFeatureError
@@ -194,10 +192,8 @@ def in_fresh_process(case: Case) -> list[Answer]:
     with tempfile.TemporaryDirectory() as folder:
         task, result = Path(folder) / "task.json", Path(folder) / "result.json"
         task.write_text(json.dumps({"options": case.options, "asks": case.asks}))
-        root = str(Path(fengine.__file__).resolve().parent.parent)
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
         command = [sys.executable, __file__, "--answer", str(task), str(result)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=of_this_checkout(), capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"the fresh process ended with {done.returncode}: {done.stderr[-400:]}")
         return [Answer(*found) for found in json.loads(result.read_text())]
