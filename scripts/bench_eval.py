@@ -263,8 +263,8 @@ def finished(count: int) -> dict[str, Any]:
 
 SWEPT = """
 import sys, time, json
+from fengine.eval.cli import engines as engines_file
 from fengine.eval.runs import run as run_file
-from fengine.eval.runs import loop
 spent = {"points": [], "load": []}  # seconds in which rows were computed; and in which the engine was opened
 def timed(owner, name, key):
     call = getattr(owner, name)
@@ -273,7 +273,7 @@ def timed(owner, name, key):
         try: return call(*a, **k)
         finally: spent[key].append(time.perf_counter() - began)
     setattr(owner, name, one)
-timed(run_file, "load", "load"); timed(run_file.asyncio, "run", "points")
+timed(engines_file, "open_engine", "load"); timed(run_file.asyncio, "run", "points")
 from fengine.run import main
 began = time.perf_counter()
 code = main(sys.argv[1:])
