@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from bench_gpu import opened, options
+from bench_gpu import figures, opened, options
 from floors import floor, shape
 from measure import Budget, add_budget, need_gpu, write
 from workloads import Work, suite
@@ -216,16 +216,10 @@ def profile(engine: Engine, config: dict[str, Any], name: str, work: Work, secon
     run = Run(engine, work)
     run.watch(3600)
     run.thread.join()
-    least = floor(config, work)
-    out, prompts = sum(n for _, n in work), sum(len(ids) for ids, _ in work)
-    return {
+    return figures(config, work, [run.wall]) | {
         "requests": len(work),
         "wall_s": run.wall,
         "steps": run.core.stepper.steps - run.history[0].steps,
-        "out_tok_s": out / run.wall,
-        "total_tok_s": (out + prompts) / run.wall,
-        "floor_s": {**least._asdict(), "total": least.total},
-        "share_of_floor": least.total / run.wall,
         "window": window_of(engine, work, run.history, run.wall, seconds),
     }
 
