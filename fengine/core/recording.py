@@ -122,7 +122,7 @@ class RecordedScheduler(Scheduler):
         self, output: SchedulerOutput, tokens: list[int], logprobs: list[float], faults: Mapping[str, str] | None = None
     ) -> list[Request]:
         bad = [i for i, logprob in enumerate(logprobs) if logprob != logprob]
-        draws = self._hashes.all(tokens)
+        draws = [-1 if token < 0 else self._hashes.of(token) for token in tokens]  # -1: what was to draw it failed
         self._tell_changes()
         finished = super().update(output, tokens, logprobs, faults)
         self._write({"update": output.step, "draws": draws, "bad": bad, "faults": sorted(faults or ())})

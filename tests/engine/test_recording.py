@@ -32,6 +32,7 @@ from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.recording import RecordedScheduler, Replay, replay
 from fengine.core.request import Request, SamplingParams
+from fengine.core.speculation import Speculation
 from fengine.errors import ConfigError, InputFileError, InvariantError, StorageError
 from fengine.run import main
 from fengine.worker.hub import resolve_model
@@ -218,3 +219,16 @@ def test_a_request_whose_guesses_rest_takes_no_share_of_them_in_a_replay(tmp_pat
     with Engine.from_config(config) as engine:
         engine.generate(["hello"] * 2, {"max_new_tokens": 16, "temperature": 0}, lora_path=["a", None])
     assert replay(path)[0] == 2
+
+
+def test_a_draw_that_failed_behind_a_guess_is_none_in_a_replay_either(tmp_path: Path) -> None:
+    """Where a grammar fails behind a guess, the draw has no token, the guess in front of it is kept."""
+    path, nan = tmp_path / "steps.jsonl", float("nan")
+    scheduler = RecordedScheduler(path, PagePool(16), None, page_size=2, max_running_requests=2, max_step_tokens=8,
+                                  speculation=Speculation(lambda asks: [[8, 9]] * len(asks), 2, 8, 100))  # fmt: skip
+    scheduler.add(Request("r", 3, [1, 2, 3], SamplingParams(), 0, 8, frozenset()))
+    for tokens, logprobs in (([7], [0.0]), ([8, -1, 5], [0.0, nan, 0.0]), ([8, 9, 7], [0.0, 0.0, 0.0])):
+        assert (step := scheduler.schedule()) is not None
+        scheduler.update(step, tokens, logprobs)
+    assert scheduler._requests["r"].token_ids[3:] == [7, 8, 8, 9, 7]
+    assert replay(path) == (1, 3)

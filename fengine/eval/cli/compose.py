@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 import fengine
 from fengine.errors import ConfigError
 from fengine.eval.cli import guard, mistakes
-from fengine.eval.cli.config_files import ConfigFiles
+from fengine.eval.cli.config_files import ConfigFiles, writable
 from fengine.eval.cli.lines import say
 from fengine.eval.cli.schema import BadPoint, Point, Schema, annotated, conf_dir, leaves
 
@@ -180,16 +180,6 @@ def _point(
     with open_dict(config):
         del config["hydra"]
     return point_of(config, node, directory, overrides, swept, schema)
-
-
-def writable(node: Any) -> Any:
-    """OmegaConf makes the nodes of frozen dataclasses read-only, so that no override could be merged in."""
-    OmegaConf.set_readonly(node, None)
-    for key in node if isinstance(node, DictConfig) else ():
-        child = node._get_node(key)
-        if OmegaConf.is_config(child):
-            writable(child)
-    return node
 
 
 def parsed(words: Sequence[str], schema: Schema) -> list[Override]:

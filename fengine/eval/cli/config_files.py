@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import yaml
 from hydra._internal.config_repository import ConfigRepository
+from omegaconf import DictConfig, OmegaConf
 
 from fengine.errors import ConfigError
 
@@ -71,3 +72,13 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
         total = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_values(one, known) for one in inner)
         known[id(node)] = min(total, MAX_NODES + 1)
     return known[id(node)]
+
+
+def writable(node: Any) -> Any:
+    """OmegaConf makes the nodes of frozen dataclasses read-only, so that no override could be merged in."""
+    OmegaConf.set_readonly(node, None)
+    for key in node if isinstance(node, DictConfig) else ():
+        child = node._get_node(key)
+        if OmegaConf.is_config(child):
+            writable(child)
+    return node

@@ -29,7 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fengine.errors import ConfigError
 from fengine.eval.cli.command import TERMINATED
-from fengine.eval.cli.compose import compose, opened, parsed, point_of, writable
+from fengine.eval.cli.compose import compose, opened, parsed, point_of
+from fengine.eval.cli.config_files import writable
 from fengine.eval.cli.guard import LAUNCHERS, TEXT_KEYS, explained, unescaped, unknown
 from fengine.eval.cli.mistakes import quoted, readable
 from fengine.eval.cli.schema import Point, Schema, leaves

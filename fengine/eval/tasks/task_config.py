@@ -108,6 +108,8 @@ def _data(config: TaskConfig) -> dict[str, bool]:
             drawn and not (config.limit and (config.data or "").isdecimal()),
         "task.prompts is for task.format=prompts": inline and config.format is not Format.prompts,
         "task.data must name the rows: task.data=FILE.jsonl": not inline and not (config.data or "").strip(),
+        "task.examples is the file of the rows, whose first ones would be shown with their own answers: give another":
+            config.examples is not None and Path(config.examples) == Path(config.data or ""),
         "task.split and task.subset are of a dataset of Hugging Face: task.format=hf":
             config.format is not Format.hf and (config.split, config.subset) != (TaskConfig.split, TaskConfig.subset),
         "task.format=batch is that of `fengine batch`, which scores nothing":
@@ -144,8 +146,6 @@ def _of_kinds(config: TaskConfig) -> dict[str, bool]:
         "task.shots needs task.examples=FILE.jsonl, a template: task.prompt, and references: task.target":
             shots and not (config.examples and config.prompt and config.target),
         "task.examples is shown by task.shots=N": config.examples is not None and not shots,
-        "task.examples is the file of the rows, whose first ones would be shown with their own answers: give another":
-            bool(config.examples and config.data) and Path(config.examples or "") == Path(config.data or ""),
     }  # fmt: skip
 
 
