@@ -25,6 +25,7 @@ from eval_fakes import FakeEngine, fake_engines, records, write_rows
 
 from fengine import run
 from fengine.config import EngineConfig
+from fengine.core.request import derive_seed
 from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval.cli.compose import parse, points
 from fengine.eval.cli.engines import EngineCache
@@ -101,6 +102,12 @@ def test_a_run_and_its_folder(engines: list[FakeEngine], capsys: pytest.CaptureF
     assert sha(Path("a/outputs.jsonl")) == sha(Path("b/outputs.jsonl"))
     assert cli() == cli() == run.OK
     assert len(list(Path("runs").glob("*/*/outputs.jsonl"))) == 2
+
+
+def test_samples_under_a_seed_that_is_given_are_as_those_of_one_request(engines: list[FakeEngine]) -> None:
+    assert cli("out=a", "view=plain", "sampling.sampling_seed=5", "sampling.temperature=1", "task.samples=3") == run.OK
+    for row in records(Path("a/outputs.jsonl")):
+        assert [one["sampling_seed"] for one in row["answers"]] == [5, derive_seed(5, 1), derive_seed(5, 2)]
 
 
 def test_the_likeliest_tokens_are_recorded_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,11 +44,12 @@ def sampling_of(config: EvalConfig, ask: Ask, row_id: str, sample: int) -> dict[
     Defaults are left to the engine where it has its own: max_new_tokens, which it then fits to the context, and what
     the model recommends. Another value is a demand."""
     params = ask.sampling.copy() if ask.kind == "judge" else given_sampling(config) | ask.sampling
-    if params.get("sampling_seed") is None:
-        plain = config.task.format is Format.prompts  # as Engine(random_seed=seed) does
+    own, plain = params.get("sampling_seed"), config.task.format is Format.prompts  # as Engine(random_seed=seed) does
+    if own is None:
         own = derive_seed(config.seed, int(row_id)) if plain else row_seed(config.seed, row_id, sample)
-        params["sampling_seed"] = own
-    return params
+    elif sample and ask.kind != "judge":  # as the samples of one request
+        own = derive_seed(own, sample)
+    return params | {"sampling_seed": own}
 
 
 @dataclass(frozen=True)
