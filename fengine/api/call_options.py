@@ -1,6 +1,7 @@
 """What a call asks for by arguments that most calls leave out, checked: logprobs, an adapter, a salt, a priority; its
 grammar, its logit processor, hidden states, and images and a session's turns."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -152,7 +153,7 @@ def register_logit_processor(engine: HasContext, name: str, processor: Callable[
     engine._context.processors[name] = processor
 
 
-class CustomLogitProcessor:
+class CustomLogitProcessor(ABC):
     """SGLang's base of classes whose instances are processors."""
 
     named: ClassVar[dict[str, Callable[..., Any]]] = {}
@@ -165,8 +166,9 @@ class CustomLogitProcessor:
             CustomLogitProcessor.named[name] = cls()
         return name
 
+    @abstractmethod
     def __call__(self, logits: Any, params: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__qualname__} has no __call__(logits, params)")
+        """The logits, edited."""
 
 
 def processor_asked(context: EngineContext, value: Any, params: SamplingParams) -> dict[str, Any]:

@@ -18,6 +18,7 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format",
 NO_FORMAT = {"type": "text"}  # a response_format, or the format of /v1/responses' text, that asks for no grammar
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
          429: "rate_limit_error"}  # fmt: skip
+ANTHROPIC = TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(Exception):
@@ -39,8 +40,8 @@ class ApiError(Exception):
 
     def anthropic(self) -> dict[str, Any]:
         """Anthropic's body. Pure."""
-        told = self.body()["error"]
-        return {"type": "error", "error": {"type": told["type"], "message": told["message"]}}
+        kind = ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def body_at(self, path: str) -> dict[str, Any]:
         """As the clients of a path read it: SGLang's the same without an "error" around it. Pure."""

@@ -17,6 +17,7 @@ from fengine.api.engine import Engine
 from fengine.server.app import make_app
 from fengine.server.config import ServerConfig, check, log_to_stderr
 from fengine.server.endpoints import ENDPOINTS, open_api
+from fengine.server.errors import ApiError
 from fengine.server.gate import Access
 from fengine.server.metrics import status_line
 
@@ -141,6 +142,14 @@ def test_an_engine_sleeps_for_who_has_the_admin_key(engine: Engine, server: Live
             assert server.ask("POST", wake, **KEY).status == server.ask("POST", wake, **KEY).status == 200
         assert server.ask("GET", "/is_sleeping").json == {"is_sleeping": False}
         assert post(server, "/v1/completions", asked)["choices"] == before
+
+
+def test_anthropics_words_for_an_error_are_those_of_its_clients() -> None:
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+             413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}  # fmt: skip
+    for status, kind in kinds.items():
+        want = {"type": "error", "error": {"type": kind, "message": "no"}}
+        assert ApiError(status, "no").body_at("/v1/messages") == want
 
 
 def test_the_path_of_a_proxy_may_stand_before_every_path(engine: Engine) -> None:
