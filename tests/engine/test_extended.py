@@ -688,11 +688,11 @@ def test_counts_of_a_slot_are_those_of_its_request() -> None:
         assert penalties.count_SV.lines[slot, turn + 7] == 4
 
 
-def test_nothing_is_left_of_a_longer_line() -> None:
+def test_nothing_is_left_of_a_longer_line_and_a_shorter_one_stays_where_lines_grow() -> None:
     table = Table(2, -1, torch.int32, torch.device("cpu"))
-    for slot, count in ((0, 40), (1, 20), (0, 3), (0, 0)):
+    for slot, count, width in ((1, 20, 32), (0, 40, 64), (0, 3, 64), (0, 0, 64)):
         table.write(slot, np.arange(count), rounded(count))
-        assert table.lines is not None and table.lines[slot].tolist() == [*range(count)] + [-1] * (64 - count)
+        assert table.lines is not None and table.lines[slot].tolist() == [*range(count)] + [-1] * (width - count)
     assert table.lines is not None and table.lines[1].tolist() == [*range(20)] + [-1] * 44
 
 
